@@ -1,0 +1,50 @@
+"""Keys and values of the tokens seen so far, one cache for each layer, because each layer has its own number of heads."""
+
+import mlx.core as mx
+
+
+class KVCache:
+    """Grows in blocks, so that a token costs one slice write and a copy only at each block's end.
+
+    Axes: B batch, H key/value heads of this layer, L tokens, D head dimension. `offset` counts the tokens held.
+    """
+
+    block = 256
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None  # (B, H, capacity, D)
+        self.values: mx.array | None = None
+        self.offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append keys and values (B, H, L, D) of the newest L tokens; return all that is held, (B, H, offset, D)."""
+        start, self.offset = self.offset, self.offset + keys.shape[2]
+        self.keys = _append(self.keys, keys, start, self.block)
+        self.values = _append(self.values, values, start, self.block)
+        return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
+
+    def trim(self, count: int) -> None:
+        """Forget the newest `count` tokens."""
+        self.offset -= min(count, self.offset)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The arrays to evaluate after a prefill chunk."""
+        return [] if self.keys is None or self.values is None else [self.keys, self.values]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, the unused rest of the last block included."""
+        return sum(array.nbytes for array in self.state)
+
+
+def _append(held: mx.array | None, new: mx.array, start: int, block: int) -> mx.array:
+    """Write `new` at token `start` of `held`, adding zeroed blocks where the capacity does not reach."""
+    end = start + new.shape[2]
+    if held is None or end > held.shape[2]:
+        capacity = -(-end // block) * block
+        batch, heads, _, dim = new.shape
+        used = mx.zeros((batch, heads, 0, dim), new.dtype) if held is None else held[:, :, :start]
+        held = mx.concatenate([used, mx.zeros((batch, heads, capacity - start, dim), new.dtype)], axis=2)
+    held[:, :, start:end] = new
+    return held

@@ -1,0 +1,83 @@
+"""The `openelm` command: finds the subcommand, imports it, and turns errors into one line and an exit status.
+
+The composition root: the only module that names the rooms, each imported when its command runs. Status 0 done, 1 a run
+failed, 2 the user must change something, 130 interrupted. Results go to stdout, everything else to stderr.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from . import __version__
+from .errors import OpenELMError
+
+# command -> (module with add_arguments(parser) and run(args), one line of help)
+COMMANDS = {
+    "demo": (".demo", "the bundled checkpoint, offline: PyTorch -> MLX, a story, tokens/s"),
+    "convert": (".convert.command", "any OpenELM checkpoint -> an MLX model folder"),
+    "info": (".convert.info", "what a checkpoint is: format, size, dtype, per-layer widths"),
+    "generate": (".generate_command", "text from a prompt"),
+    "bench": (".benchmarks.command", "tokens/s of prefill and decode"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"openelm: error: {message}; see '{self.prog} --help'", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `openelm` with these arguments (the process's own by default); return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except OpenELMError as error:
+        print(f"openelm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("openelm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone: nothing more to say, and nowhere to say it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _overview()
+    if not arguments:
+        parser.print_help()
+        return 0
+    name = parser.parse_args(arguments[:1]).command
+    module = import_module(COMMANDS[name][0], __package__)
+    command = Parser(prog=f"openelm {name}", description=module.__doc__, formatter_class=_HelpFormatter)
+    module.add_arguments(command)
+    logging.basicConfig(format="openelm: %(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    return module.run(command.parse_args(arguments[1:])) or 0
+
+
+def _overview() -> Parser:
+    """The top level: what `openelm --help` prints, and the check of a command's name."""
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    parser = Parser(
+        prog="openelm",
+        usage="openelm COMMAND [options]",
+        description="Apple's OpenELM language models on Apple silicon.",
+        epilog=f"commands:\n{listing}\n\n'openelm COMMAND --help' lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"openelm-mlx {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults shown, the module's docstring kept as written."""
