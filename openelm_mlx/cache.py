@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, one cache for each layer, because each layer has its own number of heads."""
+"""Keys and values of the tokens seen so far: one cache for each layer, since each has its own number of heads."""
 
 import mlx.core as mx
 

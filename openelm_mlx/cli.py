@@ -79,5 +79,10 @@ def _overview() -> Parser:
     return parser
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown, the module's docstring kept as written."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """The module's docstring as written, and a flag's default where it has one worth telling."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS) or action.default == [] or not action.option_strings:
+            return action.help
+        return f"{action.help} (default: {str(action.default).replace('%', '%%')})"

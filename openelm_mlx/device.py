@@ -5,6 +5,7 @@ import platform
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -64,7 +65,7 @@ def machine_record() -> dict[str, Any]:
         "backend": "metal" if is_metal() else "cpu",
         "blas_preloaded": bool(os.environ.get("LD_PRELOAD")) if platform.system() == "Linux" else None,
         "python": platform.python_version(),
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
     }
 
 

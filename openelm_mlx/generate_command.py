@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `openelm generate`."""
     add_model_arguments(parser)
     parser.add_argument("-p", "--prompt", default=DEFAULT_PROMPT, help="the text to continue; - reads it from stdin")
-    parser.add_argument("--escape", action="store_true", help=r"read \n, \t and \\ in --prompt as the characters they name")
+    parser.add_argument(
+        "--escape", action="store_true", help=r"read \n, \t and \\ in --prompt as what they name"
+    )
     parser.add_argument(
         "--instruct", action=argparse.BooleanOptionalAction, help="use the Instruct prompt form (told from the model)"
     )
@@ -103,7 +105,8 @@ def _record(model: str, responses: "list[GenerationResponse]") -> dict[str, obje
 
 def _statistics(last: "GenerationResponse") -> str:
     lines = (
-        f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s, first token after {last.ttft_s:.3f} s\n"
+        f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s, "
+        f"first token after {last.ttft_s:.3f} s\n"
         f"generation  {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s\n"
         f"peak memory {last.peak_memory_bytes / 1e6:.0f} MB (MLX allocator)"
     )

@@ -6,8 +6,10 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from .cache import KVCache
 from .device import wired_limit
@@ -61,7 +63,7 @@ def generate_step(
     sampler: log-probabilities (1, V) -> tokens (1,); None is greedy. cache: continued from, and updated in place.
     Raises GenerationError for an empty prompt, TokenizerError for an id outside the vocabulary.
     """
-    ids = [int(token) for token in (prompt.tolist() if isinstance(prompt, mx.array) else prompt)]
+    ids = list(cast(list[int], prompt.tolist()) if isinstance(prompt, mx.array) else prompt)
     if not ids:
         raise GenerationError("the prompt is empty: give at least one token")
     check_ids(ids, model.config.vocab_size)
@@ -104,7 +106,7 @@ def _steps(
         following = step(token) if count < max_tokens else None
         if following is not None:
             mx.async_eval(following)
-        yield int(token.item())
+        yield cast(int, token.item())
         if following is not None:
             token = following
         if count % _CLEAR_CACHE_EVERY == 0:
@@ -130,7 +132,7 @@ def stream_generate(
     means 256, or what the context has room for. Errors are raised by the call itself, before any work.
     Raises GenerationError when prompt and max_tokens do not fit into the context (unless `exceed_context`).
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     held = cache[0].offset if cache else 0
     limit = room_for(held + len(ids), max_tokens, model.config.max_context_length, exceed_context)
     tokens = generate_step(
@@ -183,10 +185,10 @@ def generate(
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     max_tokens: int | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> str:
     """The whole continuation of `prompt` as one string; the settings are those of `stream_generate`."""
-    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens, **settings))  # type: ignore[arg-type]
+    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, max_tokens, **settings))
 
 
 def room_for(prompt_tokens: int, max_tokens: int | None, context: int, exceed: bool) -> int:
@@ -214,9 +216,8 @@ def room_for(prompt_tokens: int, max_tokens: int | None, context: int, exceed: b
 
 def weight_bytes(model: Model) -> int:
     """Bytes of the model's parameters as they are held."""
-    from mlx.utils import tree_flatten
-
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    return sum(value.nbytes for _, value in parameters)
 
 
 def _log_softmax(logits: mx.array) -> mx.array:

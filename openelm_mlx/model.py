@@ -5,7 +5,8 @@ Pre-normalisation with RMSNorm, rotary positions, grouped-query attention with n
 every layer has its own number of heads and its own feed-forward width (paper, section 2.1). Source of the
 maths: apple/corenet `general_gpt.py`; parameter names are those of the Hub's checkpoints.
 
-Axes: B batch, L tokens, E model_dim, D head_dim, Hq query heads, Hk key/value heads, F feed-forward width, V vocabulary.
+Axes: B batch, L tokens, E model_dim, D head_dim, Hq query heads, Hk key/value heads, F feed-forward width,
+V vocabulary.
 """
 
 from functools import partial
@@ -139,9 +140,7 @@ class Model(nn.Module):
         if not config.share_input_output_layers:
             self.lm_head = nn.Linear(config.model_dim, config.vocab_size, bias=False)
 
-    def __call__(
-        self, tokens: mx.array, cache: list[KVCache] | None = None, *, last_only: bool = False
-    ) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None, *, last_only: bool = False) -> mx.array:
         """Logits for the next token.
 
         tokens: int (B, L), ids already checked against the vocabulary (MLX reads foreign memory for others).

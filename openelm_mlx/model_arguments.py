@@ -14,7 +14,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--model and what decides how it is loaded."""
     parser.add_argument(
-        "--model", metavar="MODEL", help="a folder, a Hub id such as apple/OpenELM-270M-Instruct, or 'tiny' (default)"
+        "--model",
+        metavar="MODEL",
+        help="a folder, a Hub id such as apple/OpenELM-270M-Instruct, or 'tiny', the bundled toy (default)",
     )
     parser.add_argument("--adapter-path", metavar="DIR", help="a LoRA or DoRA adapter folder to apply")
     parser.add_argument("--tokenizer", metavar="FILE|DIR|HUB_ID", help="where the tokenizer is, if not with the model")
