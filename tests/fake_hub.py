@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import threading
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +22,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from openelm_mlx.errors import OpenELMError
+
 Repo = Mapping[str, bytes] | Path
+TOKEN = "hf_secretsecretsecret"
 LARGE = (".safetensors", ".bin", ".model")
 
 # What `FakeHub.failures` takes: (status, X-Error-Code, X-Error-Message) ...
@@ -119,6 +123,15 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path, *, token: str
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     close_session()  # a client keeps the proxies and connections that it began with
+
+
+def one_safe_line(error: OpenELMError) -> str:
+    """The message of an error, which is one line and gives no token away, not even to a debugger."""
+    whole = "".join(traceback.format_exception(error)) + repr(error.__context__) + repr(error.__cause__)
+    assert "secret" not in whole
+    assert error.__context__ is None
+    assert "\n" not in str(error)
+    return str(error)
 
 
 def _is_download(request: Request) -> bool:

@@ -1,32 +1,27 @@
-"""Names become paths: local ones first, then the Hub's cache, then the Hub; and each failure is one line of its own.
+"""Models by name: local paths first, then the Hub's cache, then the Hub; and each failure is one line of its own.
 
-Faults B1, B2, J2, and the download's share of C4. The Hub is `fake_hub`'s; no test leaves this machine.
+Faults B2, J2, and the download's share of C4. The Hub is `fake_hub`'s; no test leaves this machine.
 """
 
 import contextlib
 import errno
-import hashlib
 import json
 import re
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub, use_hub
+from fake_hub import TOKEN, FakeHub, one_safe_line, use_hub
 
 from openelm_mlx import hub
-from openelm_mlx.errors import CheckpointError, HubError, OpenELMError, TokenizerError
-from openelm_mlx.hub import BUNDLED_MODEL, find_tokenizer, resolve_model
+from openelm_mlx.errors import CheckpointError, HubError
+from openelm_mlx.hub import BUNDLED_MODEL, resolve_model
 from openelm_mlx.hub_errors import Wanted, explain
 
 MODEL = "apple/OpenELM-270M"
-GATED, FREE = "meta-llama/Llama-2-7b-hf", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
-TOKEN = "hf_secretsecretsecret"
-LLAMA = b"stands in for LLaMA's tokenizer.model"
 FILES = {
     ".gitattributes": b"*.safetensors filter=lfs",
     "README.md": b"# OpenELM",
@@ -44,15 +39,13 @@ NEEDED = {"README.md", "LICENSE", "config.json", "generation_config.json", "mode
 
 @pytest.fixture
 def served() -> Iterator[FakeHub]:
-    repos = {MODEL: FILES, GATED: {"tokenizer.model": LLAMA, "tokenizer.json": b"{}"}, FREE: {"tokenizer.model": LLAMA}}
-    with FakeHub(repos) as fake:
+    with FakeHub({MODEL: FILES}) as fake:
         yield fake
 
 
 @pytest.fixture(autouse=True)
 def _this_hub(served: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_hub(monkeypatch, served.url, tmp_path / "home")
-    monkeypatch.setattr(hub, "LLAMA_TOKENIZER_SHA256", hashlib.sha256(LLAMA).hexdigest())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub's pauses between its retries
 
@@ -66,14 +59,6 @@ def error_of(name: str = MODEL, **options: object) -> str:
     with pytest.raises(HubError) as caught:
         resolve_model(name, **options)
     return one_safe_line(caught.value)
-
-
-def one_safe_line(error: OpenELMError) -> str:
-    whole = "".join(traceback.format_exception(error)) + repr(error.__context__) + repr(error.__cause__)
-    assert "secret" not in whole
-    assert error.__context__ is None  # nothing to dig the token out of
-    assert "\n" not in str(error)
-    return str(error)
 
 
 def snapshot(path: Path) -> dict[str, bytes]:
@@ -276,9 +261,6 @@ def test_offline_by_argument_and_by_environment(served, monkeypatch):
     assert expected in error_of(offline=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert expected in error_of()
-    with pytest.raises(HubError, match=r"tokenizer.model of TinyLlama") as caught:
-        find_tokenizer(None, None, vocab_size=32000)
-    assert "pass --tokenizer FILE" in one_safe_line(caught.value)
     assert served.requests == []
 
 
@@ -341,103 +323,3 @@ def test_a_damaged_file_is_not_kept(served, tmp_path):
     assert "not in the Hub cache" in error_of(offline=True)
     served.failures.clear()
     assert (resolve_model(MODEL) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-
-
-# Tokenizers
-
-
-def tokenizer(
-    explicit: str | None = None, source: Path | None = None, vocab_size: int = 32000, **options: bool
-) -> Path:
-    return find_tokenizer(explicit, source, vocab_size=vocab_size, **options)
-
-
-def test_the_explicit_tokenizer_wins_then_the_sources_own(served, tmp_path):
-    model, other = tmp_path / "model", tmp_path / "other"
-    for folder, name in ((model, "tokenizer.model"), (other, "tokenizer.json")):
-        folder.mkdir()
-        (folder / name).touch()
-    (model / "checkpoint.pt").touch()
-    file = other / "tokenizer.json"
-    assert tokenizer(str(file), model) == file
-    assert tokenizer(str(other), model) == other
-    assert tokenizer(None, model) == model == tokenizer(None, model / "checkpoint.pt") == tokenizer(None, model, 99)
-    assert tokenizer("tiny") == BUNDLED_MODEL
-    assert served.requests == []
-
-
-def test_an_explicit_hub_id(served):
-    served.repos["org/other"] = {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"large"}
-    assert set(snapshot(tokenizer("org/other"))) == {"tokenizer.json", "tokenizer_config.json"}
-    served.stop()
-    assert set(snapshot(tokenizer("org/other"))) == {"tokenizer.json", "tokenizer_config.json"}
-
-
-def test_an_explicit_tokenizer_that_is_none(served, tmp_path):
-    with pytest.raises(TokenizerError, match=r"this folder has no tokenizer.model or tokenizer.json"):
-        tokenizer(str(tmp_path))
-    with pytest.raises(TokenizerError, match=r"--tokenizer 'llama' is neither a file or folder here nor a Hub id"):
-        tokenizer("llama")
-    with pytest.raises(HubError, match=r"apple/OpenELM-270M has no tokenizer.model or tokenizer.json, or pass"):
-        tokenizer(MODEL)
-
-
-def test_another_vocabulary_gets_no_llama_tokenizer(served):
-    """Fault B1: it says which file is missing and what takes it."""
-    with pytest.raises(TokenizerError, match=r"no tokenizer.model or tokenizer.json .* 4096 .* --tokenizer FILE\|DIR"):
-        tokenizer(vocab_size=4096)
-    assert served.requests == []
-
-
-def test_without_a_token_the_free_copy_is_taken(served, capsys):
-    path = tokenizer()
-    assert path.read_bytes() == LLAMA
-    err = capsys.readouterr().err
-    assert FREE in err
-    assert "Meta's licence" in err
-    assert not any(GATED in request.path for request in served.requests)
-    served.stop()
-    assert tokenizer() == path == tokenizer(offline=True)
-    assert capsys.readouterr().err.count("\n") == 2  # the licence holds for the cached file too
-
-
-def test_with_a_token_metas_own_is_taken(served, monkeypatch, capsys):
-    log_in(monkeypatch)
-    assert tokenizer().read_bytes() == LLAMA
-    assert served.downloads() == ["tokenizer.model"]
-    assert f"from {GATED}, under Meta's licence" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("failure", ["gated", "403", "404"])
-def test_refused_by_meta_the_free_copy_is_taken(served, monkeypatch, capsys, failure):
-    """Fault B2."""
-    log_in(monkeypatch)
-    served.failures[GATED] = failure
-    assert tokenizer().read_bytes() == LLAMA
-    err = capsys.readouterr().err
-    assert f"; trying {FREE}\n" in err
-    assert f"from {FREE}, under Meta's licence" in err
-    assert "secret" not in err
-
-
-def test_no_tokenizer_four_reasons_four_lines(served, monkeypatch):
-    """Fault B2: 401, 403, 404 and offline."""
-    messages = []
-    for failure in ("gated", "403", "404", "offline"):
-        if failure == "404":
-            log_in(monkeypatch)
-            served.failures[GATED] = failure
-        served.failures[FREE] = failure
-        with pytest.raises(HubError, match=r"or pass --tokenizer FILE \(LLaMA's tokenizer.model\)") as caught:
-            tokenizer(offline=failure == "offline")
-        messages.append(one_safe_line(caught.value))
-    assert len(set(messages)) == 4
-    assert all(FREE in message for message in messages)
-
-
-def test_a_file_that_is_not_llamas_is_refused_and_dropped(served):
-    served.repos[FREE] = {"tokenizer.model": b"somebody else's"}
-    with pytest.raises(TokenizerError, match=r"TinyLlama.* not LLaMA's \(SHA-256 .*refused, or pass --tokenizer FILE"):
-        tokenizer()
-    served.repos[FREE] = {"tokenizer.model": LLAMA}
-    assert tokenizer().read_bytes() == LLAMA
