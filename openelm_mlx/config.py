@@ -1,26 +1,24 @@
 """What an OpenELM is made of: one frozen record, from any of the four places a configuration can come from.
 
-OpenELM scales its layers: early layers have few heads and a narrow feed-forward network, late layers many and a wide
-one (paper, section 2.1; apple/corenet `general_gpt.py`). The per-layer widths are derived here, once; nothing
-else in the project computes a width.
-
     OpenELMConfig.from_dict(json)      a Hub `config.json`
     OpenELMConfig.from_name("270M")    one of the four published sizes
     OpenELMConfig.from_yaml(path)      a CoreNet training configuration
     OpenELMConfig.from_shapes(shapes)  tensor shapes alone (a CoreNet `.pt` without its YAML)
+
+The per-layer widths are derived once, on the way in; `scaling.py` has the arithmetic.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .config_keys import listing, read_keys, short
+from .config_shapes import Shapes, keys_from_shapes
 from .errors import ConfigError
-
-Shapes = Mapping[str, tuple[int, ...]]
+from .scaling import find_bounds
 
 # apple/corenet general_gpt.py, gpt_configs: what differs between the published sizes.
 PUBLISHED_SIZES = {
@@ -37,29 +35,7 @@ _PUBLISHED_COMMON: dict[str, Any] = {
     "ffn_dim_divisor": 256,
     "vocab_size": 32000,
 }
-_SWISH_NAMES = ("swish", "silu")
-_MAX_LAYERS = 1024  # far beyond any OpenELM; keeps a hostile config from filling the memory with widths
-
-
-def make_divisible(value: float, divisor: int) -> int:
-    """`value` rounded to a multiple of `divisor`, at least one, and never more than 10 % below `value`.
-
-    Source: apple/corenet `math_utils.make_divisible`.
-    """
-    rounded = max(divisor, int(value + divisor / 2) // divisor * divisor)
-    return rounded + divisor if rounded < 0.9 * value else rounded
-
-
-def interpolate(bounds: Sequence[float], num_layers: int) -> list[float]:
-    """Multipliers for each layer between two bounds, rounded to two decimals.
-
-    The rounding comes *before* `make_divisible`: without it 270M layer 5 gets 12 heads instead of 16.
-    """
-    low, high = bounds
-    if num_layers == 1:
-        return [round(low, 2)]
-    step = (high - low) / (num_layers - 1)  # the order of operations is np.linspace's: it decides ties
-    return [round(i * step + low, 2) for i in range(num_layers - 1)] + [round(high, 2)]
+_MAX_PARAMETERS = 10**12  # the largest OpenELM has 3e9: more is a damaged or hostile file
 
 
 @dataclass(frozen=True)
@@ -88,7 +64,11 @@ class OpenELMConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, where: str = "config.json") -> "OpenELMConfig":
         """From a Hub `config.json` (or the same keys). Raises one ConfigError that lists every bad key."""
-        return _Reader(raw, where).config()
+        defaults = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        config = cls(**read_keys(raw, where, defaults))
+        if config.num_parameters() > _MAX_PARAMETERS:
+            raise ConfigError(f"{where} describes {config.num_parameters():.1e} parameters; no OpenELM is that large")
+        return config
 
     @classmethod
     def from_file(cls, path: Path) -> "OpenELMConfig":
@@ -111,21 +91,21 @@ class OpenELMConfig:
         Raises ConfigError when the file is not such a YAML, or names a custom model and no shapes are given.
         """
         block = read_corenet_yaml(path)
-        name = str(block.get("model_name", ""))
-        limits = {
-            key: block[key]
-            for key in ("vocab_size", "max_context_length")
-            if isinstance(block.get(key), int) and not isinstance(block[key], bool)
-        }
-        if published_size(name) is not None:
-            return cls.from_name(name, **limits)
+        name = block.get("model_name")
+        size = published_size(name) if isinstance(name, str) else None
+        limits = {key: block[key] for key in ("vocab_size", "max_context_length") if block.get(key) is not None}
+        if size is not None:
+            return cls.from_dict(_PUBLISHED_COMMON | PUBLISHED_SIZES[size] | limits, where=str(path))
         if shapes is None:
             raise ConfigError(
-                f"{path}: model_name {name!r} is not a published OpenELM ({', '.join(PUBLISHED_SIZES)}); "
+                f"{path}: model_name {short(name)} is not a published OpenELM ({', '.join(PUBLISHED_SIZES)}); "
                 "its widths can only be read from a checkpoint's tensors"
             )
         context = limits.get("max_context_length", cls.max_context_length)
-        return replace(cls.from_shapes(shapes), max_context_length=context, rope_max_length=2 * context)
+        keys = keys_from_shapes(shapes) | {"max_context_length": context}
+        if isinstance(context, int):
+            keys["rope_max_length"] = 2 * context  # as in every released configuration
+        return cls.from_dict(keys, where=f"{path} with the tensor shapes")
 
     @classmethod
     def from_shapes(cls, shapes: Shapes, **changes: Any) -> "OpenELMConfig":
@@ -133,7 +113,7 @@ class OpenELMConfig:
 
         Raises ConfigError, naming the tensors that are missing or that contradict each other.
         """
-        return cls.from_dict(_keys_from_shapes(shapes) | changes, where="the tensor shapes")
+        return cls.from_dict(keys_from_shapes(shapes) | changes, where="the tensor shapes")
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of a Hub `config.json`, as Apple's, mlx-lm's and Swift's readers want them."""
@@ -191,7 +171,7 @@ class OpenELMConfig:
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def check_shapes(self, shapes: Shapes, *, where: str = "the checkpoint") -> None:
-        """Compare with a checkpoint's tensors; raise one ConfigError listing all that is missing, extra or misshapen."""
+        """Raise one ConfigError that lists every tensor missing from a checkpoint, foreign to it, or misshapen."""
         expected = self.parameter_shapes()
         faults = [f"missing {name}" for name in expected if name not in shapes]
         faults += [f"unexpected {name}" for name in shapes if name not in expected]
@@ -201,12 +181,12 @@ class OpenELMConfig:
             if name in shapes and tuple(shapes[name]) != expected[name]
         ]
         if faults:
-            raise ConfigError(f"{where} does not fit its config: {_listing(faults)}")
+            raise ConfigError(f"{where} does not fit its config: {listing(faults)}")
 
     def _qkv_multipliers(self) -> list[float] | float:
         """Bounds that give these head counts back, or one number where every layer has the same width."""
         groups = self.num_query_heads[0] // self.num_kv_heads[0]
-        bounds = _find_bounds(
+        bounds = find_bounds(
             [heads * self.head_dim for heads in self.num_query_heads], self.model_dim, self.head_dim * groups
         )
         first, last = bounds or (self._width_share(0), self._width_share(-1))
@@ -243,7 +223,7 @@ def read_corenet_yaml(path: Path) -> dict[str, Any]:
         value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # PyYAML lets the last four out
         raise ConfigError(f"{path} is not valid YAML") from None
     for key in ("model", "language_modeling", "general_gpt"):
         value = value.get(key) if isinstance(value, dict) else None
@@ -252,233 +232,5 @@ def read_corenet_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-class _Reader:
-    """Reads raw keys and collects every complaint, so that the user mends the file once."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str):
-        self.raw, self.where = raw, where
-        self.faults: list[str] = []
-
-    def config(self) -> OpenELMConfig:
-        model_type = self.raw.get("model_type", "openelm")
-        if model_type != "openelm":
-            raise ConfigError(f"{self.where}: model_type {model_type!r} is not supported; this tool reads 'openelm'")
-        sizes = {
-            key: self._positive_int(key)
-            for key in ("model_dim", "head_dim", "num_transformer_layers", "vocab_size", "ffn_dim_divisor")
-        }
-        if sizes["num_transformer_layers"] > _MAX_LAYERS:
-            self.faults.append(f"num_transformer_layers must be at most {_MAX_LAYERS}")
-            sizes["num_transformer_layers"] = 0
-        options = self._options()
-        self._check_names()
-        query_heads = self._query_heads(sizes)
-        kv_heads = self._kv_heads(query_heads) if query_heads else ()
-        multipliers = self._ffn_multipliers(sizes["num_transformer_layers"])
-        if self.faults:
-            raise ConfigError(f"{self.where}: {_listing(self.faults)}")
-        ffn_dims = tuple(make_divisible(m * sizes["model_dim"], sizes["ffn_dim_divisor"]) for m in multipliers)
-        return OpenELMConfig(
-            **sizes,
-            **options,
-            num_query_heads=query_heads,
-            num_kv_heads=kv_heads,
-            ffn_dims=ffn_dims,
-            ffn_multipliers=multipliers,
-        )
-
-    def _positive_int(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key, default)
-        if value is None:
-            self.faults.append(f"{key} is missing")
-        elif not _is_int(value) or not 0 < value < 2**31:
-            self.faults.append(f"{key} must be a positive whole number, got {value!r}")
-        else:
-            return value
-        return 0
-
-    def _options(self) -> dict[str, Any]:
-        defaults = OpenELMConfig
-        options: dict[str, Any] = {}
-        for key in ("ffn_with_glu", "normalize_qk_projections", "share_input_output_layers"):
-            options[key] = self.raw.get(key, getattr(defaults, key))
-            if not isinstance(options[key], bool):
-                self.faults.append(f"{key} must be true or false, got {options[key]!r}")
-        for key in ("rms_norm_eps", "rope_freq_constant"):
-            options[key] = self.raw.get(key, getattr(defaults, key))
-            if not _is_positive_number(options[key]):
-                self.faults.append(f"{key} must be a positive number, got {options[key]!r}")
-        for key in ("rope_max_length", "max_context_length"):
-            options[key] = self._positive_int(key, getattr(defaults, key))
-        for key in ("bos_token_id", "eos_token_id"):
-            options[key] = self.raw.get(key, getattr(defaults, key))
-            if not _is_int(options[key]) or options[key] < 0:
-                self.faults.append(f"{key} must be a token id, got {options[key]!r}")
-        return options
-
-    def _check_names(self) -> None:
-        activation = self.raw.get("activation_fn_name", "swish")
-        if activation not in _SWISH_NAMES:
-            self.faults.append(f"activation_fn_name must be 'swish', got {activation!r}")
-        norm = self.raw.get("normalization_layer_name", "rms_norm")
-        if norm != "rms_norm":
-            self.faults.append(f"normalization_layer_name must be 'rms_norm', got {norm!r}")
-
-    def _query_heads(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        layers, dim, head = (sizes[key] for key in ("num_transformer_layers", "model_dim", "head_dim"))
-        if isinstance(self.raw.get("num_query_heads"), list | tuple):
-            return self._per_layer("num_query_heads", layers, _is_positive_int, "positive whole numbers")
-        multipliers = self.raw.get("qkv_multipliers")
-        if multipliers is None:
-            self.faults.append("num_query_heads is missing (or qkv_multipliers, from which it follows)")
-            return ()
-        if not (layers and dim and head):
-            return ()
-        groups = self._positive_int("num_gqa_groups")
-        per_layer = self._multipliers("qkv_multipliers", multipliers, layers)
-        if not groups:
-            return ()
-        return tuple(make_divisible(dim * m, head * groups) // head for m in per_layer)
-
-    def _kv_heads(self, query_heads: tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(self.raw.get("num_kv_heads"), list | tuple):
-            kv = self._per_layer("num_kv_heads", len(query_heads), _is_positive_int, "positive whole numbers")
-        else:
-            groups = self._positive_int("num_gqa_groups")
-            kv = tuple(q // groups for q in query_heads) if groups else ()
-        for i, (q, k) in enumerate(zip(query_heads, kv, strict=False)):
-            if k == 0 or q % k:
-                self.faults.append(f"layer {i}: {q} query heads cannot share {k} key/value heads evenly")
-        return kv
-
-    def _ffn_multipliers(self, layers: int) -> tuple[float, ...]:
-        value = self.raw.get("ffn_multipliers")
-        if value is None:
-            self.faults.append("ffn_multipliers is missing")
-        return self._multipliers("ffn_multipliers", value, layers) if value is not None and layers else ()
-
-    def _multipliers(self, key: str, value: Any, layers: int) -> tuple[float, ...]:
-        """One number for all layers, two bounds to interpolate between, or a list with one for each layer."""
-        if _is_positive_number(value):
-            return (value,) * layers
-        if isinstance(value, list | tuple) and len(value) in (2, layers) and all(map(_is_positive_number, value)):
-            return tuple(value) if len(value) == layers else tuple(interpolate(value, layers))
-        self.faults.append(f"{key} must be a number, two bounds, or {layers} numbers, got {_short(value)}")
-        return ()
-
-    def _per_layer(self, key: str, layers: int, valid: Callable[[Any], bool], what: str) -> tuple[int, ...]:
-        value = self.raw[key]
-        if layers and len(value) != layers:
-            self.faults.append(f"{key} has {len(value)} entries for {layers} layers")
-        elif not all(map(valid, value)):
-            self.faults.append(f"{key} must hold {what}, got {_short(value)}")
-        else:
-            return tuple(value)
-        return ()
-
-
-def _keys_from_shapes(shapes: Shapes) -> dict[str, Any]:
-    """config.json keys that give the widths of these tensors (Hub names) back."""
-    layers = 0
-    while f"transformer.layers.{layers}.attn.qkv_proj.weight" in shapes:
-        layers += 1
-    faults = []
-
-    def shape(name: str, rank: int = 2) -> tuple[int, ...]:
-        found = shapes.get(name)
-        if found is None or len(found) != rank or 0 in found:
-            faults.append(f"{name} is missing" if found is None else f"{name} has shape {tuple(found)}")
-            return (0,) * rank
-        return tuple(found)
-
-    vocab_size, model_dim = shape("transformer.token_embeddings.weight")
-    if layers == 0:
-        faults.append("transformer.layers.0.attn.qkv_proj.weight is missing")
-    head_dim = shape("transformer.layers.0.attn.q_norm.weight", 1)[0] if layers else 0
-    query_heads, kv_heads, ffn_dims, fans = [], [], [], set()
-    for i in range(layers):
-        prefix = f"transformer.layers.{i}"
-        qkv_rows, _ = shape(f"{prefix}.attn.qkv_proj.weight")
-        _, query_dim = shape(f"{prefix}.attn.out_proj.weight")
-        ffn_rows, _ = shape(f"{prefix}.ffn.proj_1.weight")
-        _, ffn_dim = shape(f"{prefix}.ffn.proj_2.weight")
-        if faults or not head_dim:
-            continue
-        if query_dim % head_dim or qkv_rows <= query_dim or (qkv_rows - query_dim) % (2 * head_dim):
-            faults.append(f"layer {i}: qkv_proj {qkv_rows} and out_proj {query_dim} are no heads of {head_dim}")
-            continue
-        query_heads.append(query_dim // head_dim)
-        kv_heads.append((qkv_rows - query_dim) // (2 * head_dim))
-        ffn_dims.append(ffn_dim)
-        fans.add(ffn_rows / ffn_dim)
-        if ffn_rows / ffn_dim not in (1, 2):
-            faults.append(f"layer {i}: proj_1 has {ffn_rows} rows for proj_2's {ffn_dim} columns")
-    if not faults and len(fans) > 1:
-        faults.append("some layers have a gated feed-forward network and some do not")
-    if faults:
-        hint = "; without q_norm pass the configuration with --config" if layers and not head_dim else ""
-        raise ConfigError(f"no OpenELM can be read from the tensor shapes: {_listing(faults)}{hint}")
-    divisor = _ffn_divisor(ffn_dims)
-    bounds = _find_bounds(ffn_dims, model_dim, divisor)
-    return {
-        "model_dim": model_dim,
-        "vocab_size": vocab_size,
-        "head_dim": head_dim,
-        "num_transformer_layers": layers,
-        "num_query_heads": query_heads,
-        "num_kv_heads": kv_heads,
-        "ffn_multipliers": interpolate(bounds, layers) if bounds else [d / model_dim for d in ffn_dims],
-        "ffn_dim_divisor": divisor,
-        "ffn_with_glu": fans == {2.0},
-        "share_input_output_layers": "lm_head.weight" not in shapes,
-    }
-
-
-def _ffn_divisor(ffn_dims: Sequence[int]) -> int:
-    """The largest power of two up to CoreNet's 256 that divides every width."""
-    common = math.gcd(*ffn_dims)
-    return math.gcd(common, 256)
-
-
-def _find_bounds(dims: Sequence[int], model_dim: int, divisor: int) -> tuple[float, float] | None:
-    """Two-decimal bounds (m0, m1) whose interpolation gives `dims`; None where no such pair exists.
-
-    OpenELM's own (0.5, 1.0) and (0.5, 4.0) are among the round numbers tried first, so a published model gets
-    its published configuration back.
-    """
-
-    def reproduces(bounds: tuple[float, float]) -> bool:
-        per_layer = interpolate(bounds, len(dims))
-        return all(make_divisible(m * model_dim, divisor) == d for m, d in zip(per_layer, dims, strict=True))
-
-    round_numbers = [i / 2 for i in range(1, 17)]
-    exact = [(round(dims[0] / model_dim, 2), round(dims[-1] / model_dim, 2))]
-    candidates = [*product(round_numbers, round_numbers), *exact]
-    return next((bounds for bounds in candidates if reproduces(bounds)), None)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive_int(value: Any) -> bool:
-    return _is_int(value) and 0 < value < 2**31
-
-
-def _is_positive_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**31
-
-
 def _as_int_if_whole(value: float) -> float:
     return int(value) if value == int(value) else value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _listing(faults: Sequence[str], shown: int = 8) -> str:
-    """Complaints on one line; a long list is counted, not printed."""
-    more = f"; and {len(faults) - shown} more" if len(faults) > shown else ""
-    return "; ".join(faults[:shown]) + more
