@@ -17,8 +17,8 @@ from ..tensors import StoredTensor
 from .torch_names import CALLS, DTYPES, OTHER_DTYPE, STORAGE_DTYPES, Name
 from .torch_tensor import SourceFile, Storage
 
-MAX_PICKLE_BYTES = 16 * 2**20  # OpenELM-3B's training checkpoint needs about 0.2 MB
-# An instruction makes at most one object, of about 100 bytes. The same checkpoint needs about 25,000.
+MAX_PICKLE_BYTES = 16 * 2**20  # OpenELM-3B's training checkpoint needs about 0.1 MB
+# An instruction makes at most one object, of about 100 bytes. The same checkpoint needs about 40,000.
 MAX_INSTRUCTIONS = 500_000
 _MAX_NAME_BYTES = 256
 _MAX_DEPTH = 50  # whoever walks the result may recurse
