@@ -1,0 +1,19 @@
+# Each target sets itself up on a machine that has Python 3.11 or newer and nothing else; a second call starts at once.
+
+.PHONY: demo test check clean
+
+demo: # the bundled checkpoint, offline: PyTorch -> MLX, a story, tokens/s
+	@sh scripts/setup
+	@sh scripts/with-openblas .venv/bin/openelm demo
+
+test:
+	@sh scripts/setup dev
+	@sh scripts/with-openblas .venv/bin/python -m pytest
+
+check: # format, lint, types, tests
+	@sh scripts/setup dev
+	@sh scripts/check
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
