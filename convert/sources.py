@@ -1,0 +1,202 @@
+"""What people have, read as one thing: tensors under Hub names, a configuration, and where both came from.
+
+A reader looks at a path and returns a `Source`, or None when the path is not of its kind. What a file is, its
+content says, never its name. A new kind of artefact is one more reader in `READERS`.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import OpenELMConfig, read_json_object
+from ..errors import CheckpointError, ConfigError
+from ..quantize import Quantization, detect, logical_shapes
+from ..safetensors_file import (
+    INDEX_NAME,
+    check_promised,
+    read_folder,
+    read_header,
+    read_metadata,
+    read_weight_map,
+    refuse_damage,
+    weight_files,
+)
+from ..tensors import StoredTensor
+from .blocks import same_bytes
+from .names import is_corenet, with_hub_names
+from .torch_file import read_torch_file, tensors_of
+
+EMBEDDING = "transformer.token_embeddings.weight"
+HEAD = "lm_head.weight"
+_TORCH_FILE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose headers were read and checked; no value was read yet."""
+
+    format: str  # mlx, hub-safetensors, hub-pytorch or corenet
+    path: Path
+    tensors: Mapping[str, StoredTensor]  # exactly the configuration's parameters, under Hub names
+    config: OpenELMConfig
+    quantization: Quantization | None = None
+    padded_vocabulary: bool = False  # the embedding may have more rows than the tokenizer has pieces
+
+    @property
+    def folder(self) -> Path:
+        """Where the files that belong to the model are, a tokenizer for instance."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def with_vocabulary(self, rows: int) -> "Source":
+        """The same model with only the first `rows` rows of its embedding (and of an untied head)."""
+        trimmed = {name: self.tensors[name].first_rows(rows) for name in (EMBEDDING, HEAD) if name in self.tensors}
+        return replace(
+            self,
+            tensors={**self.tensors, **trimmed},
+            config=replace(self.config, vocab_size=rows),
+            padded_vocabulary=False,
+        )
+
+
+Reader = Callable[[Path, Path | None], Source | None]
+
+
+def open_source(path: Path, config_file: Path | None = None) -> Source:
+    """The checkpoint at a path; `config_file` (YAML or JSON) overrides the configuration it comes with.
+
+    Raises CheckpointError or ConfigError, naming everything that is missing, unknown or misshapen.
+    """
+    for reader in READERS:
+        source = reader(path, config_file)
+        if source is not None:
+            return source
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"{path} has no weights that are read here; expected model*.safetensors or {_TORCH_FILE} "
+        f"(or name a CoreNet .pt file itself), found {found}"
+    )
+
+
+def make_source(
+    kind: str, path: Path, stored: Mapping[str, StoredTensor], config_file: Path | None, own_config: Path | None
+) -> Source:
+    """A Source from tensors as they are named in their file. `own_config` is the config.json beside them, if any."""
+    where = str(path)
+    corenet = is_corenet(stored)
+    tensors = with_hub_names(stored, where)
+    config, raw = _configuration(tensors, config_file or own_config, where)
+    if corenet and EMBEDDING in tensors and tensors[EMBEDDING].shape:
+        # A configuration may state the vocabulary without CoreNet's padding, the tensors have it.
+        config = replace(config, vocab_size=max(config.vocab_size, tensors[EMBEDDING].shape[0]))
+    if config.share_input_output_layers and HEAD in tensors:
+        _check_is_copy(tensors[HEAD], tensors.get(EMBEDDING), where)
+        del tensors[HEAD]
+    quantization = detect(tensors, raw, config, where)
+    config.check_shapes(logical_shapes(tensors, quantization, config), where=where)
+    return Source("corenet" if corenet else kind, path, tensors, config, quantization, padded_vocabulary=corenet)
+
+
+def _safetensors_folder(path: Path, config_file: Path | None) -> Source | None:
+    if not (path / INDEX_NAME).is_file() and not any(path.glob("model*.safetensors")):
+        return None
+    metadata = read_metadata(weight_files(path)[0])
+    kind = "mlx" if metadata.get("format") == "mlx" else "hub-safetensors"
+    return make_source(kind, path, read_folder(path), config_file, _existing(path / "config.json"))
+
+
+def _torch_folder(path: Path, config_file: Path | None) -> Source | None:
+    index = path / _TORCH_INDEX
+    weight_map = read_weight_map(index)
+    files = sorted(set(weight_map.values())) or [_TORCH_FILE]
+    if not (path / files[0]).is_file():
+        return None
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        found = tensors_of(read_torch_file(path / file), str(path / file))
+        twice = next((name for name in found if name in tensors), None)
+        if twice:
+            raise CheckpointError(f"{path}: two files hold {twice}; remove the files of the other model")
+        tensors |= found
+    check_promised(index, weight_map, tensors)
+    return make_source("hub-pytorch", path, tensors, config_file, _existing(path / "config.json"))
+
+
+def _single_file(path: Path, config_file: Path | None) -> Source | None:
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    refuse_damage(path, head)
+    if head[8:9] == b"{":  # the header behind its length
+        kind = "mlx" if read_metadata(path).get("format") == "mlx" else "hub-safetensors"
+        stored = read_header(path)
+    else:
+        kind = "hub-pytorch"
+        stored = tensors_of(read_torch_file(path), str(path))
+    # A config.json beside CoreNet's files is Apple's MLX port's, of another shape.
+    own_config = None if is_corenet(stored) else _existing(path.with_name("config.json"))
+    return make_source(kind, path, stored, config_file, own_config)
+
+
+READERS: tuple[Reader, ...] = (
+    _safetensors_folder,
+    _torch_folder,
+    _single_file,
+)  # safetensors win in a folder with both
+
+
+def _configuration(
+    tensors: Mapping[str, StoredTensor], file: Path | None, where: str
+) -> tuple[OpenELMConfig, Mapping[str, Any]]:
+    """The configuration, and the raw keys of its JSON (they may tell of a quantisation)."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if file is None:
+        if any(name.endswith(".scales") for name in tensors):
+            raise CheckpointError(
+                f"{where}: the weights are quantized and there is no config.json; name it with --config"
+            )
+        if HEAD in tensors and EMBEDDING in tensors and same_bytes(tensors[HEAD], tensors[EMBEDDING]):
+            del shapes[HEAD]
+        config = OpenELMConfig.from_shapes(shapes)
+        _log.warning(
+            "no configuration: widths taken from the tensors, a context of %d tokens assumed (name one with --config)",
+            config.max_context_length,
+        )
+        return config, {}
+    if _is_json(file):
+        raw = read_json_object(file)
+        return OpenELMConfig.from_dict(raw, where=str(file)), raw
+    return OpenELMConfig.from_yaml(file, shapes), {}
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(64).lstrip()[:1] == b"{"
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+
+
+def _check_is_copy(head: StoredTensor, embedding: StoredTensor | None, where: str) -> None:
+    """An output head saved beside the embedding it is tied to must be that embedding."""
+    if embedding is None or not same_bytes(head, embedding):
+        raise CheckpointError(
+            f"{where}: lm_head.weight differs from the embedding, but the configuration ties the two "
+            "(share_input_output_layers): set that to false, or remove lm_head.weight"
+        )
+
+
+def _existing(path: Path) -> Path | None:
+    return path if path.is_file() else None

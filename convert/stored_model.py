@@ -1,0 +1,106 @@
+"""A model that computes from its files: a few megabytes of a weight are in memory at a time, however large it is."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..config import OpenELMConfig
+from ..model import TransformerBlock
+from ..quantize import Quantization, QuantizationSettings
+from ..tensors import StoredTensor, to_mlx
+from .blocks import in_threads, row_ranges
+from .streaming import Tick, in_turn
+
+_FLOAT32_BYTES = 4
+
+
+class StoredModel:
+    """The tensors of a model folder, and the layers made of them. `tick` is told how many bytes were read."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], quantization: Quantization | None, tick: Tick):
+        self._tensors, self._tick = tensors, tick
+        self._modules = quantization.modules if quantization else {}
+
+    def vector(self, name: str) -> mx.array:
+        """A small tensor, whole."""
+        return to_mlx(self._tensors[name].read(), self._tensors[name].dtype)
+
+    def embed(self, path: str, tokens: Sequence[int]) -> mx.array:
+        """Embeddings of the tokens, (L, E)."""
+        embedding = self.linear(path)
+        return mx.concatenate([embedding.rows(token, token + 1) for token in tokens])
+
+    def linear(self, path: str) -> "StoredLinear":
+        """The matrix of a module, packed or not."""
+        names = [f"{path}.{suffix}" for suffix in ("weight", "scales", "biases")]
+        parts = [self._tensors[name] for name in names if name in self._tensors]
+        return StoredLinear(parts, self._modules.get(path), self._tick)
+
+    def block(self, config: OpenELMConfig, layer: int) -> TransformerBlock:
+        """A layer whose norms are in memory and whose matrices are in their files."""
+        block = TransformerBlock(config, layer)
+        prefix = f"transformer.layers.{layer}."
+        for name in config.parameter_shapes():
+            if not name.startswith(prefix):
+                continue
+            *parents, attribute, _ = name.removeprefix(prefix).split(".")
+            owner: nn.Module = block
+            for parent in parents:
+                owner = getattr(owner, parent)
+            if isinstance(getattr(owner, attribute), nn.Linear):
+                setattr(owner, attribute, self.linear(name.removesuffix(".weight")))
+            else:
+                getattr(owner, attribute).weight = self.vector(name)
+        return block
+
+
+class StoredLinear(nn.Module):
+    """x @ weight.T. Products are summed in float32, as a GPU does; the result has the dtype of x.
+
+    MLX's own 16-bit and packed products are many times slower on a CPU.
+    """
+
+    def __init__(self, parts: Sequence[StoredTensor], settings: QuantizationSettings | None, tick: Tick):
+        super().__init__()
+        self.stored = (parts, settings, tick)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts, settings, tick = self.stored
+        wide = x.astype(mx.float32)
+        ranges = row_ranges(parts[0], row_bytes=_FLOAT32_BYTES * x.shape[-1])
+        blocks = in_threads(partial(_read, parts, start, stop) for start, stop in ranges)
+        jobs = (partial(_product, wide, _to_mlx(parts, block), settings) for block in blocks)
+        products = [product for (product,) in in_turn(jobs)]
+        tick(sum(part.nbytes for part in parts))
+        return mx.concatenate(products, axis=-1).astype(x.dtype)
+
+    def rows(self, start: int, stop: int) -> mx.array:
+        """Rows [start, stop) of the weight, unpacked."""
+        parts, settings, _ = self.stored
+        weight, *rest = _to_mlx(parts, _read(parts, start, stop))
+        return mx.dequantize(weight, *_scales_biases(rest), **settings.to_dict()) if settings else weight
+
+
+def _read(parts: Sequence[StoredTensor], start: int, stop: int) -> list[np.ndarray]:
+    return [part.read_rows(start, stop) for part in parts]
+
+
+def _to_mlx(parts: Sequence[StoredTensor], rows: Sequence[np.ndarray]) -> list[mx.array]:
+    return [to_mlx(values, part.dtype) for part, values in zip(parts, rows, strict=True)]
+
+
+def _product(x: mx.array, block: Sequence[mx.array], settings: QuantizationSettings | None) -> tuple[mx.array]:
+    """x (..., E) in float32 times these rows of a weight, (..., rows)."""
+    weight, *rest = block
+    if settings is None:
+        return (x @ weight.astype(mx.float32).T,)
+    wide = [part.astype(mx.float32) if mx.issubdtype(part.dtype, mx.floating) else part for part in rest]
+    return (mx.quantized_matmul(x, weight, *_scales_biases(wide), **settings.to_dict()),)
+
+
+def _scales_biases(parts: Sequence[mx.array]) -> tuple[mx.array, mx.array | None]:
+    """Only affine has biases."""
+    return parts[0], parts[1] if len(parts) > 1 else None

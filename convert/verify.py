@@ -1,0 +1,77 @@
+"""Is what was written what was meant? Asked of the files themselves, before they get their name.
+
+A copy must have the source's bytes. After a change of dtype or quantisation a few tokens go through the written model,
+a few megabytes of it in memory at a time: activations that leave a dtype's range (3B in float16, faults.md A1) show
+here, and the layer is named.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..config import OpenELMConfig, read_json_object
+from ..errors import RunFailedError
+from ..quantize import EMBEDDINGS, Quantization, detect
+from ..safetensors_file import read_folder
+from ..safetensors_writer import PlannedTensor
+from ..tensors import StoredTensor
+from .blocks import same_bytes
+from .stored_model import StoredModel
+from .streaming import Tick
+
+# BOS, whose activations are by far the largest, and ids from all over the vocabulary.
+_PROMPT_SHARES = (0.1, 0.5, 0.9)
+
+
+def check_folder(
+    folder: Path, plan: Sequence[PlannedTensor], config: OpenELMConfig, quantization: Quantization | None
+) -> dict[str, StoredTensor]:
+    """The tensors of a written folder, read back. Raises RunFailedError unless they and its config are as planned."""
+    written = read_folder(folder)
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in written.items()}
+    if found != {tensor.name: (tensor.dtype, tensor.shape) for tensor in plan}:
+        raise RunFailedError(f"{folder}: the tensors on disk are not those that were written; is the disk sound?")
+    raw = read_json_object(folder / "config.json")
+    if OpenELMConfig.from_dict(raw) != config or detect(written, raw, config, str(folder)) != quantization:
+        raise RunFailedError(f"{folder}: config.json does not give the model's configuration back")
+    return written
+
+
+def check_copy(source: Mapping[str, StoredTensor], written: Mapping[str, StoredTensor], tick: Tick) -> None:
+    """Raise RunFailedError unless every tensor has the source's bytes."""
+    for name, tensor in written.items():
+        if not same_bytes(tensor, source[name]):
+            raise RunFailedError(f"{name} on disk differs from the source; is the disk sound?")
+        tick(tensor.nbytes)
+
+
+def check_forward(
+    written: Mapping[str, StoredTensor],
+    config: OpenELMConfig,
+    quantization: Quantization | None,
+    dtype: str,
+    tick: Tick,
+) -> None:
+    """Raise RunFailedError, naming the layer, unless a few tokens give finite activations and logits."""
+    stored = StoredModel(written, quantization, tick)
+    tokens = [config.bos_token_id, *(int(share * config.vocab_size) for share in _PROMPT_SHARES)]
+    embedding, head = EMBEDDINGS
+    hidden = stored.embed(embedding, [token for token in tokens if token < config.vocab_size]).astype(
+        getattr(mx, dtype)
+    )[None]
+    _check_finite(hidden, "the embedding", dtype)
+    for i in range(config.num_transformer_layers):
+        hidden = stored.block(config, i)(hidden)
+        _check_finite(hidden, f"layer {i} (of 0 to {config.num_transformer_layers - 1})", dtype)
+    hidden = mx.fast.rms_norm(hidden, stored.vector("transformer.norm.weight"), config.rms_norm_eps)
+    logits = stored.linear(embedding if config.share_input_output_layers else head)(hidden)
+    _check_finite(logits, "the output head", dtype)
+
+
+def _check_finite(values: mx.array, where: str, dtype: str) -> None:
+    if not mx.all(mx.isfinite(values)).item():
+        raise RunFailedError(
+            f"{where} gives values that are infinite or not a number in {dtype}: "
+            "its range is too small for this model, or the weights are damaged; try --dtype bfloat16 or float32"
+        )
