@@ -21,10 +21,9 @@ from setuptools import build_meta
 print(getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2]))
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(int(version("setuptools").split(".")[0]) < 77, reason="pyproject.toml asks for setuptools 77"),
-]
+pytestmark = pytest.mark.skipif(
+    int(version("setuptools").split(".")[0]) < 77, reason="pyproject.toml asks for setuptools 77"
+)
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
