@@ -81,28 +81,15 @@ def convert(
     _check_range(opened, dtype, force)
     found = find_tokenizer(tokenizer, path, vocab_size=opened.config.vocab_size, offline=offline)
     opened = _fit_vocabulary(opened, found, keep_vocab_padding)
-    quantization = None if settings is None else _plan(opened, settings, embedding_bits)
-    job = _Job.of(opened, dtype, quantization)
-    check_space(target, job.nbytes + _OTHER_FILES_BYTES)
-    with_template = is_instruct(name, opened.folder) if instruct is None else instruct
-    with new_folder(target, force=force) as folder, SafetensorsWriter(folder, job.plan) as writer:
-        job.write(writer)
-        writer.start_sync()
-        context = opened.config.max_context_length
-        write_config(folder, opened.config, dtype, quantization)
-        write_tokenizer(folder, found, opened.folder, instruct=with_template, max_length=context)
-        copy_extras(folder, opened.path, opened.config)
-        job.verify(folder)
-    return ConversionSummary(
-        path=target,
-        parameters=opened.config.num_parameters(),
-        bits_per_weight=8 * job.nbytes / opened.config.num_parameters(),
-        nbytes=job.nbytes,
-        seconds=time.perf_counter() - started,
-        dtype=dtype,
-        quantization=job.quantization,
-        instruct=with_template,
+    job = _Job.of(
+        opened,
+        found,
+        is_instruct(name, opened.folder) if instruct is None else instruct,
+        dtype,
+        None if settings is None else _plan(opened, settings, embedding_bits),
     )
+    job.run(target, force)
+    return job.summary(target, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -110,14 +97,18 @@ class _Job:
     """One model from its source into a folder."""
 
     source: Source
+    tokenizer: Path
+    instruct: bool
     dtype: str
     quantization: Quantization | None
     outputs: dict[str, list[PlannedTensor]]  # source tensor -> what is written for it
 
     @classmethod
-    def of(cls, source: Source, dtype: str, quantization: Quantization | None) -> "_Job":
+    def of(
+        cls, source: Source, tokenizer: Path, instruct: bool, dtype: str, quantization: Quantization | None
+    ) -> "_Job":
         in_order = {name: source.tensors[name] for name in source.config.parameter_shapes()}
-        return cls(source, dtype, quantization, outputs(in_order, dtype, quantization))
+        return cls(source, tokenizer, instruct, dtype, quantization, outputs(in_order, dtype, quantization))
 
     @property
     def plan(self) -> list[PlannedTensor]:
@@ -132,6 +123,20 @@ class _Job:
         """Whether no value changes."""
         dtypes = {tensor.dtype for tensor in self.source.tensors.values()}
         return self.quantization is None and dtypes == {CODES[self.dtype]}
+
+    def run(self, target: Path, force: bool) -> None:
+        """Write, verify, and only then give the folder its name."""
+        source, config = self.source, self.source.config
+        check_space(target, self.nbytes + _OTHER_FILES_BYTES)
+        with new_folder(target, force=force) as folder, SafetensorsWriter(folder, self.plan) as writer:
+            self.write(writer)
+            writer.start_sync()
+            write_config(folder, config, self.dtype, self.quantization)
+            write_tokenizer(
+                folder, self.tokenizer, source.folder, instruct=self.instruct, max_length=config.max_context_length
+            )
+            copy_extras(folder, source.path, config)
+            self.verify(folder)
 
     def write(self, writer: SafetensorsWriter) -> None:
         tensors = {name: self.source.tensors[name] for name in self.outputs}
@@ -149,6 +154,13 @@ class _Job:
                 check_copy(self.source.tensors, written, tick)
             else:
                 check_forward(written, config, self.quantization, self.dtype, tick)
+
+    def summary(self, target: Path, seconds: float) -> ConversionSummary:
+        parameters = self.source.config.num_parameters()
+        bits = 8 * self.nbytes / parameters
+        return ConversionSummary(
+            target, parameters, bits, self.nbytes, seconds, self.dtype, self.quantization, self.instruct
+        )
 
 
 def _check_apart(target: Path, source: Path) -> None:

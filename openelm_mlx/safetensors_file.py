@@ -30,6 +30,7 @@ _LENGTH = struct.Struct("<Q")
 _MAX_RANK = 32  # numpy's older bound, far beyond any weight
 _MAX_NUMBER = 2**63
 _SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
+_WEB_PAGE = (b"<!doctype", b"<html", b"<?xml", b"<head")
 _DOWNLOAD_AGAIN = "incomplete download? fetch it again"
 
 
@@ -63,7 +64,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     for file in _files(folder, weight_map):
         for name, tensor in read_header(file).items():
             if name in tensors:
-                raise CheckpointError(f"{folder}: two files hold {name}; remove the files of the other model")
+                raise CheckpointError(f"{folder}: two files hold {name:.100}; remove the files of the other model")
             tensors[name] = tensor
     check_promised(folder / INDEX_NAME, weight_map, tensors)
     return tensors
@@ -87,7 +88,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     files = sorted(set(weight_map.values()))
     outside = [file for file in files if Path(file).name != file or file in ("", ".", "..")]
     if outside:
-        raise CheckpointError(f"{index} names {outside[0]!r}, which is no file of its own folder; refused")
+        raise CheckpointError(f"{index} names {outside[0]!r:.100}, which is no file of its own folder; refused")
     missing = [file for file in files if not (index.parent / file).is_file()]
     if missing:
         raise CheckpointError(
@@ -124,7 +125,7 @@ def refuse_damage(path: Path, head: bytes) -> None:
         raise CheckpointError(f"{path} is empty: {_DOWNLOAD_AGAIN}")
     if head.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-    if head.lstrip()[:1] == b"<":
+    if head.lstrip().lower().startswith(_WEB_PAGE):  # a lone "<" may be the length of a short header
         raise CheckpointError(f"{path} is a web page, not weights; download it again, logged in where that is needed")
 
 
@@ -241,8 +242,8 @@ def _whole_numbers(value: Any) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(f"{name:.100}" for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    raise CheckpointError(f"{path} is not a valid safetensors file: {what}; download it again")
+    raise CheckpointError(f"{path} is not a valid safetensors file: {what:.300}; download it again")
