@@ -14,7 +14,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cache import KVCache
+from .cache import KVCache, causal_mask
 from .config import OpenELMConfig
 
 
@@ -53,7 +53,7 @@ class Attention(nn.Module):
             keys, values = cache.update_and_fetch(keys, values)
         if last_only:
             queries, residual = queries[:, :, -1:], residual[:, -1:]
-        mask = "causal" if queries.shape[2] > 1 else None  # one query may see every key
+        mask = causal_mask(queries.shape[2]) if cache is None else cache.mask(queries.shape[2])
         mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
         return add_linear(residual, self.out_proj, _join_heads(mixed))
 
