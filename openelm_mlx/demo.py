@@ -8,9 +8,11 @@ import shlex
 import tempfile
 from pathlib import Path
 
+from .hub import BUNDLED_MODEL
+
 REAL_MODEL = "apple/OpenELM-270M-Instruct"
 _STORY = ("--prompt", "Once upon a time there was a king who", "--max-tokens", "120")
-_STORY_SAMPLING = ("--temp", "0.7", "--top-p", "0.9", "--repetition-penalty", "1.2", "--seed", "7")
+_STORY_SAMPLING = ("--temp", "0.6", "--top-p", "0.9", "--repetition-penalty", "1.15", "--seed", "1")
 _BENCH = ("-n", "3")
 _NEXT = f"""
 That was a toy of 4.6 million parameters. The same for Apple's models:
@@ -39,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _steps(target: Path) -> list[tuple[str, list[str]]]:
     model = ["--model", str(target)]
+    source = str(BUNDLED_MODEL) if Path("tiny").exists() else "tiny"  # a folder of that name would be meant instead
     return [
-        ("A checkpoint as Apple publishes them, converted to MLX", ["convert", "tiny", "-o", str(target)]),
+        ("A checkpoint as Apple publishes them, converted to MLX", ["convert", source, "-o", str(target)]),
         ("What it is: every layer has its own width", ["info", str(target)]),
         ("A story", ["generate", *model, *_STORY, *_STORY_SAMPLING]),
         ("How fast", ["bench", *model, *_BENCH]),

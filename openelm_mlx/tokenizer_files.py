@@ -14,8 +14,6 @@ from .errors import TokenizerError
 from .prompt import CHAT_TEMPLATE
 from .tokenizer import read_sentencepiece
 
-LLAMA_TOKENIZER_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
-
 # sentencepiece_model.proto: TrainerSpec.ModelType and ModelProto.SentencePiece.Type
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6

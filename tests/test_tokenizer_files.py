@@ -13,9 +13,10 @@ from texts import PARAGRAPHS, SPECIAL_TEXTS, TRICKY_TEXTS
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from openelm_mlx.errors import TokenizerError
+from openelm_mlx.hub import LLAMA_TOKENIZER_SHA256
 from openelm_mlx.prompt import CHAT_TEMPLATE, encode_chat
 from openelm_mlx.tokenizer import Tokenizer
-from openelm_mlx.tokenizer_files import LLAMA_TOKENIZER_SHA256, write_tokenizer_files
+from openelm_mlx.tokenizer_files import write_tokenizer_files
 
 TINY = Path(__file__).parents[1] / "openelm_mlx" / "data" / "tiny"
 PLAIN_TEXTS = [*TRICKY_TEXTS, *PARAGRAPHS, "<0x41>"]
