@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `openelm generate`."""
     add_model_arguments(parser)
     parser.add_argument("-p", "--prompt", default=DEFAULT_PROMPT, help="the text to continue; - reads it from stdin")
-    parser.add_argument(
-        "--escape", action="store_true", help=r"read \n, \t and \\ in --prompt as what they name"
-    )
+    parser.add_argument("--escape", action="store_true", help=r"read \n, \t and \\ in --prompt as what they name")
     parser.add_argument(
         "--instruct", action=argparse.BooleanOptionalAction, help="use the Instruct prompt form (told from the model)"
     )

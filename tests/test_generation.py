@@ -1,4 +1,4 @@
-"""Generation: ids in, ids out, then text; against greedy golden ids, with fakes for what only a model's whim would show."""
+"""Generation: ids in, ids out, then text; greedy golden ids, and fakes for what only a model's whim would show."""
 
 import time
 from pathlib import Path

@@ -5,8 +5,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from measures import kl
+from mlx.utils import tree_flatten
 from reference import random_checkpoint, reference_logits, small_config
 
 from openelm_mlx.config import OpenELMConfig
