@@ -116,7 +116,7 @@ def _check_name(repo: str) -> None:
 
     try:
         validate_repo_id(repo)
-        valid = "/" in repo
+        valid = "/" in repo and repo.isprintable()  # the first releases let a line end through
     except HFValidationError:
         valid = False
     if not valid:
