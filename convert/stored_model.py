@@ -15,6 +15,7 @@ from .blocks import in_threads, row_ranges
 from .streaming import Tick, in_turn
 
 _FLOAT32_BYTES = 4
+_UNPACK_FROM = 12  # tokens for which unpacking once is cheaper on a CPU than packed products
 
 
 class StoredModel:
@@ -93,12 +94,16 @@ def _to_mlx(parts: Sequence[StoredTensor], rows: Sequence[np.ndarray]) -> list[m
 
 
 def _product(x: mx.array, block: Sequence[mx.array], settings: QuantizationSettings | None) -> tuple[mx.array]:
-    """x (..., E) in float32 times these rows of a weight, (..., rows)."""
+    """x (1, L, E) in float32 times these rows of a weight, (1, L, rows)."""
     weight, *rest = block
     if settings is None:
         return (x @ weight.astype(mx.float32).T,)
     wide = [part.astype(mx.float32) if mx.issubdtype(part.dtype, mx.floating) else part for part in rest]
-    return (mx.quantized_matmul(x, weight, *_scales_biases(wide), **settings.to_dict()),)
+    scales, biases = _scales_biases(wide)
+    if x.shape[1] > _UNPACK_FROM:
+        unpacked = mx.dequantize(weight, scales, biases, **settings.to_dict(), dtype=mx.float32)
+        return (x @ unpacked.T,)
+    return (mx.quantized_matmul(x, weight, scales, biases, **settings.to_dict()),)
 
 
 def _scales_biases(parts: Sequence[mx.array]) -> tuple[mx.array, mx.array | None]:

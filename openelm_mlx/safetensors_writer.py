@@ -50,17 +50,28 @@ class SafetensorsWriter:
         self._syncing: list[Future[None]] = []
 
     def __enter__(self) -> "SafetensorsWriter":
-        for name, shard in self._shards.items():
-            file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            self._files.append(file)
-            header, offsets = header_of(shard)
-            _write_all(file, memoryview(header), 0)
-            for tensor in shard:
-                self._places[tensor.name] = _Place(file, len(header) + offsets[tensor.name], tensor)
-        if len(self._shards) > 1:
-            index = json.dumps(_index(self._shards), indent=2) + "\n"
-            (self._folder / INDEX_NAME).write_text(index, encoding="utf-8")
+        try:
+            for name, shard in self._shards.items():
+                self._open(name, shard)
+            if len(self._shards) > 1:
+                index = json.dumps(_index(self._shards), indent=2) + "\n"
+                (self._folder / INDEX_NAME).write_text(index, encoding="utf-8")
+        except BaseException:
+            self._close()
+            raise
         return self
+
+    def _open(self, name: str, shard: Sequence[PlannedTensor]) -> None:
+        file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._files.append(file)
+        header, offsets = header_of(shard)
+        _write_all(file, memoryview(header), 0)
+        for tensor in shard:
+            self._places[tensor.name] = _Place(file, len(header) + offsets[tensor.name], tensor)
+
+    def _close(self) -> None:
+        for file in self._files:
+            os.close(file)
 
     def append(self, name: str, rows: np.ndarray) -> None:
         """Write the next rows of a tensor. Raises OSError when the disk is full."""
@@ -89,8 +100,7 @@ class SafetensorsWriter:
                 if error is None:
                     done.result()
         finally:
-            for file in self._files:
-                os.close(file)
+            self._close()
 
 
 class _Place:

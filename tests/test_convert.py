@@ -399,6 +399,12 @@ class TestVerification:
         assert entries(tmp_path) == ["source"]
         convert(source, out, dtype="bfloat16")  # has the range
 
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_so_does_one_of_a_quantized_model(self, tmp_path, out, weights, bits):
+        source = self.overflowing(tmp_path / "source", weights)
+        with pytest.raises(RunFailedError, match="layer 0"):
+            convert(source, out, dtype="float16", quantize=True, q_bits=bits)
+
     def test_a_weight_beyond_the_dtype_is_named(self, tmp_path, out, weights):
         big = weights | {FIRST_PROJ_2: weights[FIRST_PROJ_2] * 1e7}
         with pytest.raises(CheckpointError, match=f"{FIRST_PROJ_2} has values beyond the range of float16"):
