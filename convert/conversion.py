@@ -73,7 +73,7 @@ def convert(
     settings = QuantizationSettings.of(q_mode, q_bits, q_group_size) if quantize else None
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}; got {dtype!r}")
-    target, name = Path(mlx_path), str(source)
+    target, name = Path(mlx_path).expanduser(), str(source)
     check_target(target, force=force)
     path = resolve_model(name, revision=revision, offline=offline)
     _check_apart(target, path)

@@ -1,8 +1,8 @@
 """Is what was written what was meant? Asked of the files themselves, before they get their name.
 
 A copy must have the source's bytes. After a change of dtype or quantisation a few tokens go through the written model,
-a few megabytes of it in memory at a time: activations that leave a dtype's range (3B in float16, faults.md A1) show
-here, and the layer is named.
+a few megabytes of it in memory at a time: activations that leave a dtype's range (3B in float16 prints nothing but
+<unk>) show here, and the layer is named.
 """
 
 from collections.abc import Mapping, Sequence

@@ -45,7 +45,6 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             yield partial / _NEW
             _sync(partial / _NEW)
             _install(partial / _NEW, target, partial / _OLD)
-            made = None
     except OSError as error:
         if error.errno in _DISK_ERRORS:
             raise OutputError(f"cannot write {target}: {error.strerror}; nothing was changed") from None

@@ -5,7 +5,7 @@ microscaling modes. config.json's `quantization` holds the common settings, and 
 settings, or `false` for a module that was left as it is: mlx-lm and mlx-swift read the same.
 
 The tied embedding counts twice, on the way in and as the output head, and small models suffer most when it is
-coarse (faults.md C11): it stays affine with 8 bits unless asked otherwise. Norms are never packed.
+coarse: it stays affine with 8 bits unless asked otherwise. Norms are never packed.
 """
 
 from collections.abc import Mapping

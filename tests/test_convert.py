@@ -25,7 +25,7 @@ from openelm_mlx import atomic
 from openelm_mlx.checkpoint import load_model
 from openelm_mlx.cli import main
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.convert import conversion, convert
+from openelm_mlx.convert import command, conversion, convert
 from openelm_mlx.convert.blocks import BLOCK_BYTES
 from openelm_mlx.convert.streaming import transformed
 from openelm_mlx.errors import (
@@ -36,7 +36,7 @@ from openelm_mlx.errors import (
     RunFailedError,
     TokenizerError,
 )
-from openelm_mlx.quantize import Quantization, QuantizationSettings
+from openelm_mlx.quantize import MODES, Quantization, QuantizationSettings
 from openelm_mlx.safetensors_file import read_folder, read_header
 from openelm_mlx.tensors import StoredTensor
 
@@ -495,6 +495,11 @@ class TestCommand:
         assert message in printed.err
         assert printed.err.count("\n") == 1
         assert entries(tmp_path) == []
+
+    def test_choices_are_the_librarys(self):
+        """Spelled out in the command, whose --help must not load MLX."""
+        assert command._MODES == MODES
+        assert command._DTYPES == conversion.DTYPES
 
     def test_an_unknown_header_is_one_line(self, tmp_path, capsys):
         (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
