@@ -1,0 +1,115 @@
+"""Talk to a model in the terminal, or run a script of messages through it: one turn for every line of stdin.
+
+An Instruct model is asked in the form it was trained on, a base model continues what you type. /help lists the
+commands. Without a terminal the transcript goes to stdout, with --json one object for every turn: prompt, text,
+tokens, finish_reason, prompt_tokens (cached_tokens of them held from the turn before), dropped_turns,
+generation_tokens, prompt_tps, generation_tps and ttft_s, or prompt and error.
+"""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from .errors import GenerationError
+from .hub import resolve_model
+from .model_arguments import add_model_arguments, load_from_arguments
+from .sampling_arguments import add_sampling_arguments
+
+if TYPE_CHECKING:
+    from .chat_format import ChatFormat
+    from .chat_settings import ChatSettings
+    from .chat_terminal import Editor
+    from .conversation import Conversation
+    from .tokenizer import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `openelm chat`."""
+    add_model_arguments(parser)
+    parser.add_argument("--system-prompt", default="", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("-m", "--max-tokens", type=int, default=256, metavar="N", help="how long an answer may become")
+    parser.add_argument("--max-context", type=int, metavar="N", help="use fewer tokens of context than the model has")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    add_sampling_arguments(parser)
+    form = parser.add_argument_group("how messages become a prompt")
+    form.add_argument(
+        "--instruct", action=argparse.BooleanOptionalAction, help="use the Instruct form (told from the model)"
+    )
+    form.add_argument("--chat-template", metavar="FILE|TEXT", help="use this jinja2 template instead")
+    form.add_argument("--ignore-chat-template", action="store_true", help="do without the model folder's own template")
+    form.add_argument("--show-prompt", action="store_true", help="print text and ids of all that is sent")
+    look = parser.add_argument_group("the chat itself")
+    look.add_argument("--history-file", metavar="FILE|off", help="where typed messages are kept for the next time")
+    look.add_argument("--stats", choices=("on", "off"), default="on", help="figures after each answer")
+    look.add_argument("--json", action="store_true", help="one JSON object for every turn")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, then chat until the input ends."""
+    from .chat_settings import ChatSettings
+
+    ChatSettings.from_arguments(args, instruct=False)  # a bad value is told before a model is loaded
+    if args.chat_template and args.instruct is not None:
+        raise GenerationError("--chat-template and --instruct or --no-instruct contradict each other: drop one")
+    model, tokenizer = load_from_arguments(args)
+    from .conversation import Conversation
+
+    form = choose_format(args, tokenizer)
+    if form.name == "completion" and args.instruct is None:
+        print(
+            f"openelm: {args.model} is a base model: it continues your text, as it was not trained to answer "
+            "(--instruct asks it nevertheless)",
+            file=sys.stderr,
+        )
+    conversation = Conversation(model, tokenizer, form, system=args.system_prompt, max_context=args.max_context)
+    settings = ChatSettings.from_arguments(args, instruct=form.name == "instruct")
+    if sys.stdin.isatty() and sys.stdout.isatty() and not args.json:
+        return _on_terminal(args, conversation, settings)
+    return _as_script(args, conversation, settings)
+
+
+def choose_format(args: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatFormat":
+    """What the flags ask for; else the folder's own template; else what the model was trained on."""
+    from .chat_format import CompletionFormat, InstructFormat
+    from .chat_template import TemplateFormat, folder_template, named_template
+
+    if args.chat_template:
+        return TemplateFormat(tokenizer, named_template(args.chat_template), "--chat-template")
+    if args.instruct is None and not args.ignore_chat_template:
+        folder = resolve_model(args.model, revision=args.revision, offline=args.offline)
+        template = folder_template(folder)
+        if template is not None:
+            return TemplateFormat(tokenizer, template, f"the chat template of {args.model}")
+    instruct = tokenizer.is_instruct if args.instruct is None else args.instruct
+    return InstructFormat(tokenizer) if instruct else CompletionFormat(tokenizer)
+
+
+def _on_terminal(args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings") -> int:
+    from .chat_session import Chat
+    from .chat_terminal import TerminalView, run_terminal
+
+    view = TerminalView(_editor(args.history_file), markdown=conversation.format.name != "completion")
+    chat = Chat(conversation, settings, view, args.model, args.show_prompt, args.stats == "on")
+    view.notice(f"{args.model}, context of {conversation.limit} tokens; /help lists what can be typed, Ctrl-D leaves")
+    return run_terminal(chat, view)
+
+
+def _editor(history_file: str | None) -> "Editor":
+    from .chat_commands import COMMANDS
+    from .chat_terminal import PlainEditor
+
+    if os.environ.get("TERM", "dumb").lower() in ("dumb", "unknown"):
+        return PlainEditor()
+    from .chat_line_editor import LineEditor, history_of
+
+    return LineEditor(history_of(history_file), COMMANDS)
+
+
+def _as_script(args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings") -> int:
+    from .chat_script import JsonView, ScriptView, run_script
+    from .chat_session import Chat
+
+    view = JsonView() if args.json else ScriptView()
+    statistics = args.stats == "on" and not args.json  # the objects have them
+    return run_script(Chat(conversation, settings, view, args.model, args.show_prompt, statistics), view)
