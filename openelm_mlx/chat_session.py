@@ -58,7 +58,7 @@ class Chat:
             if name is None:
                 self.ask(line)
             elif name in chat_commands.COMMANDS:
-                return chat_commands.COMMANDS[name].run(self, argument) is not chat_commands.LEAVE
+                return chat_commands.COMMANDS[name].run(self, argument) != chat_commands.LEAVE
             else:
                 self.view.error(f"there is no command /{name}: /help lists them, and a space in front sends it as text")
         except OpenELMError as error:
@@ -105,12 +105,13 @@ class Chat:
             self.view.notice("stopped before the first token; the message was not kept")
             return
         count, reason = last.generation_tokens, self.conversation.turns[-1].finish_reason
-        parts = [f"{count} tokens"]
+        tokens = "1 token" if count == 1 else f"{count} tokens"
+        parts = [tokens]
         if reason == "interrupted":
-            parts = [f"stopped after {count} tokens"]
+            parts = [f"stopped after {tokens}"]
         elif reason == "length":
             how = f"/set max_tokens {2 * count}" if count >= self.settings.max_tokens else "the context is full"
-            parts = [f"stopped at {count} tokens ({how})"]
+            parts = [f"stopped at {tokens} ({how})"]
         if self.show_statistics:
             context = f"{len(self.conversation.ids)}/{self.conversation.limit}"
             parts += [f"{last.generation_tps:.1f}/s", f"first {last.ttft_s:.2f} s", f"context {context}"]

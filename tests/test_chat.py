@@ -144,7 +144,7 @@ class TestScript:
         assert "/s, first" in script("x\n", "-m", "1")[2]
         err = script("x\n", "-m", "1", "--stats", "off")[2]
         assert "/s, first" not in err
-        assert "stopped at 1 tokens" in err
+        assert "stopped at 1 token " in err
 
     @pytest.mark.parametrize(
         ("flags", "words"),

@@ -11,6 +11,19 @@ from chats import TINY
 pexpect = pytest.importorskip("pexpect")
 
 READY = "\x1b\\[\\?2004h"  # prompt_toolkit accepts input: it has switched bracketed paste on
+# The command itself, at a pace that a person's Ctrl-C can meet on any machine.
+CHAT = """
+import sys, time
+from openelm_mlx import cli, conversation
+
+def slowly(*arguments, _fast=conversation.stream_generate, **settings):
+    for response in _fast(*arguments, **settings):
+        time.sleep(0.02)
+        yield response
+
+conversation.stream_generate = slowly
+sys.exit(cli.main(["chat", *sys.argv[1:]]))
+"""
 UP, CTRL_C, CTRL_D, ALT_ENTER = "\x1b[A", "\x03", "\x04", "\x1b\r"
 DONE = r"context (\d+)/\d+"  # the end of an answer's statistics
 
@@ -22,10 +35,11 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm-256color", "XDG_CACHE_HOME": str(folder), **environment}
         for name in set(env) & {"NO_COLOR", "COLUMNS", "LINES"} - set(environment):
             del env[name]
-        command = ["-m", "openelm_mlx", "chat", "--model", "tiny", "--dtype", "float32", "--instruct", *flags]
+        command = ["-c", CHAT, "--model", "tiny", "--dtype", "float32", "--instruct", *flags]
         self.child = pexpect.spawn(
             sys.executable, command, env=env, encoding="utf-8", timeout=60, dimensions=(30, 100), cwd=os.getcwd()
         )
+        self.child.delaybeforesend = None
         self.seen = ""
         self.ready()
 
@@ -99,7 +113,7 @@ def interrupt_at_a_token(chat, text):
     chat.child.send(text + "\r")
     chat.expect(r"[a-z]{2,} [a-z]+ [a-z]+ [A-Za-z]*\x1b\[K")
     chat.child.send(CTRL_C)
-    chat.expect(r"stopped after \d+ tokens")
+    chat.expect(r"stopped after \d+ token")
     chat.ready()
 
 
