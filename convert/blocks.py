@@ -10,7 +10,7 @@ import numpy as np
 
 from ..tensors import StoredTensor
 
-BLOCK_BYTES = 2**20  # small enough for the processor's caches, large enough to hide a system call
+BLOCK_BYTES = 2 * 2**20  # small enough for the processor's caches, large enough to hide a system call
 _THREADS = 2
 _EXPONENT_BITS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set: infinite or not a number
 

@@ -15,7 +15,7 @@ from .blocks import in_threads, row_ranges
 from .streaming import Tick, in_turn
 
 _FLOAT32_BYTES = 4
-_UNPACK_FROM = 12  # tokens for which unpacking once is cheaper on a CPU than packed products
+_FEW_TOKENS = 12  # beyond, unpacking a weight once is cheaper on a CPU than multiplying with it packed
 
 
 class StoredModel:
@@ -59,10 +59,7 @@ class StoredModel:
 
 
 class StoredLinear(nn.Module):
-    """x @ weight.T. Products are summed in float32, as a GPU does; the result has the dtype of x.
-
-    MLX's own 16-bit and packed products are many times slower on a CPU.
-    """
+    """x @ weight.T, for x of the dtype that the weight has, or had before it was packed."""
 
     def __init__(self, parts: Sequence[StoredTensor], settings: QuantizationSettings | None, tick: Tick):
         super().__init__()
@@ -70,13 +67,12 @@ class StoredLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         parts, settings, tick = self.stored
-        wide = x.astype(mx.float32)
         ranges = row_ranges(parts[0], row_bytes=_FLOAT32_BYTES * x.shape[-1])
         blocks = in_threads(partial(_read, parts, start, stop) for start, stop in ranges)
-        jobs = (partial(_product, wide, _to_mlx(parts, block), settings) for block in blocks)
+        jobs = (partial(_product, x, _to_mlx(parts, block), settings) for block in blocks)
         products = [product for (product,) in in_turn(jobs)]
         tick(sum(part.nbytes for part in parts))
-        return mx.concatenate(products, axis=-1).astype(x.dtype)
+        return mx.concatenate(products, axis=-1)
 
     def rows(self, start: int, stop: int) -> mx.array:
         """Rows [start, stop) of the weight, unpacked."""
@@ -94,16 +90,24 @@ def _to_mlx(parts: Sequence[StoredTensor], rows: Sequence[np.ndarray]) -> list[m
 
 
 def _product(x: mx.array, block: Sequence[mx.array], settings: QuantizationSettings | None) -> tuple[mx.array]:
-    """x (1, L, E) in float32 times these rows of a weight, (1, L, rows)."""
+    """x (1, L, E) times these rows of a weight, (1, L, rows); summed in float32, rounded to the dtype of x.
+
+    On a CPU, MLX's products of bfloat16 are quick for a few tokens; those of float16 and of packed weights with
+    16-bit scales never are, so these are widened first.
+    """
     weight, *rest = block
+    few = x.shape[1] <= _FEW_TOKENS
+    if settings is None and few and x.dtype == mx.bfloat16:
+        return (x @ weight.T,)
+    wide = x.astype(mx.float32)
     if settings is None:
-        return (x @ weight.astype(mx.float32).T,)
-    wide = [part.astype(mx.float32) if mx.issubdtype(part.dtype, mx.floating) else part for part in rest]
-    scales, biases = _scales_biases(wide)
-    if x.shape[1] > _UNPACK_FROM:
-        unpacked = mx.dequantize(weight, scales, biases, **settings.to_dict(), dtype=mx.float32)
-        return (x @ unpacked.T,)
-    return (mx.quantized_matmul(x, weight, scales, biases, **settings.to_dict()),)
+        return ((wide @ weight.astype(mx.float32).T).astype(x.dtype),)
+    scales, biases = _scales_biases([part if part.dtype == mx.uint8 else part.astype(mx.float32) for part in rest])
+    options = settings.to_dict()
+    if few:
+        return (mx.quantized_matmul(wide, weight, scales, biases, **options).astype(x.dtype),)
+    unpacked = mx.dequantize(weight, scales, biases, **options, dtype=mx.float32)
+    return ((wide @ unpacked.T).astype(x.dtype),)
 
 
 def _scales_biases(parts: Sequence[mx.array]) -> tuple[mx.array, mx.array | None]:
