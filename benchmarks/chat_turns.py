@@ -16,10 +16,10 @@ from statistics import median
 
 import mlx.core as mx
 
-from ..chat_format import InstructFormat
+from ..chat.conversation import Conversation
+from ..chat.format import InstructFormat
 from ..checkpoint import load
 from ..config import PUBLISHED_SIZES, OpenELMConfig
-from ..conversation import Conversation
 from ..errors import RunFailedError
 from ..model import Model
 from ..tokenizer import Tokenizer

@@ -21,7 +21,7 @@ COMMANDS = {
     "convert": (".convert.command", "any OpenELM checkpoint -> an MLX model folder"),
     "info": (".convert.info", "what a checkpoint is: format, size, dtype, per-layer widths"),
     "generate": (".generate_command", "text from a prompt"),
-    "chat": (".chat", "a conversation in the terminal, or a script of messages"),
+    "chat": (".chat.command", "a conversation in the terminal, or a script of messages"),
     "cache-prompt": (".cache_prompt_command", "compute a prompt's beginning once, for generate to continue"),
     "bench": (".benchmarks.command", "tokens/s of prefill and decode"),
     "doctor": (".doctor", "what this machine can do, and what to fix"),

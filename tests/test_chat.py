@@ -10,13 +10,13 @@ import pytest
 from chats import TINY, Recorder
 
 from openelm_mlx import cli
-from openelm_mlx.chat_commands import COMMANDS, parse
-from openelm_mlx.chat_format import InstructFormat
-from openelm_mlx.chat_session import Chat
-from openelm_mlx.chat_settings import ChatSettings
-from openelm_mlx.chat_text import printable
+from openelm_mlx.chat.commands import COMMANDS, parse
+from openelm_mlx.chat.conversation import Conversation
+from openelm_mlx.chat.format import InstructFormat
+from openelm_mlx.chat.session import Chat
+from openelm_mlx.chat.settings import ChatSettings
+from openelm_mlx.chat.text import printable
 from openelm_mlx.checkpoint import load
-from openelm_mlx.conversation import Conversation
 from openelm_mlx.errors import GenerationError
 
 MODEL = ["--model", str(TINY), "--dtype", "float32"]

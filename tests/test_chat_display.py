@@ -12,11 +12,11 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
-from openelm_mlx import chat_markdown
-from openelm_mlx.chat_block import is_open, message
-from openelm_mlx.chat_line_editor import LineEditor, history_of
-from openelm_mlx.chat_live import LiveLines
-from openelm_mlx.chat_markdown import AnswerStream
+from openelm_mlx.chat import markdown
+from openelm_mlx.chat.block import is_open, message
+from openelm_mlx.chat.line_editor import LineEditor, history_of
+from openelm_mlx.chat.live import LiveLines
+from openelm_mlx.chat.markdown import AnswerStream
 from openelm_mlx.errors import OutputError
 
 MARKDOWN = """# A title
@@ -103,7 +103,7 @@ def shown(chunks, *, markdown, **size):
 
 @pytest.fixture(autouse=True)
 def _show_every_token(monkeypatch):
-    monkeypatch.setattr(chat_markdown, "_SECONDS_BETWEEN_SHOWS", 0)
+    monkeypatch.setattr(markdown, "_SECONDS_BETWEEN_SHOWS", 0)
 
 
 class TestAnswers:

@@ -5,10 +5,10 @@ import json
 import pytest
 from chats import TINY, check_like_fresh, say
 
-from openelm_mlx.chat_file import export_markdown, load, save, write_text
-from openelm_mlx.chat_format import CompletionFormat, InstructFormat
+from openelm_mlx.chat.conversation import Conversation
+from openelm_mlx.chat.file import export_markdown, load, save, write_text
+from openelm_mlx.chat.format import CompletionFormat, InstructFormat
 from openelm_mlx.checkpoint import load as load_model
-from openelm_mlx.conversation import Conversation
 from openelm_mlx.errors import GenerationError, OpenELMError, OutputError
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from texts import SPECIAL_TEXTS, TRICKY_TEXTS
 
-from openelm_mlx.chat_format import InstructFormat, Turn, spell
-from openelm_mlx.chat_template import TemplateFormat, folder_template, named_template
+from openelm_mlx.chat.format import InstructFormat, Turn, spell
+from openelm_mlx.chat.template import TemplateFormat, folder_template, named_template
 from openelm_mlx.errors import GenerationError
 from openelm_mlx.prompt import CHAT_TEMPLATE
 from openelm_mlx.tokenizer import Tokenizer

@@ -14,7 +14,8 @@ READY = "\x1b\\[\\?2004h"  # prompt_toolkit accepts input: it has switched brack
 # The command itself, at a pace that a person's Ctrl-C can meet on any machine.
 CHAT = """
 import sys, time
-from openelm_mlx import cli, conversation
+from openelm_mlx import cli
+from openelm_mlx.chat import conversation
 
 def slowly(*arguments, _fast=conversation.stream_generate, **settings):
     for response in _fast(*arguments, **settings):

@@ -11,9 +11,9 @@ from test_prompt import ONE_TURN, ONE_TURN_IDS, TWO_TURNS, TWO_TURNS_IDS
 from texts import SPECIAL_TEXTS, TRICKY_TEXTS
 
 from openelm_mlx.cache import KVCache
-from openelm_mlx.chat_format import CompletionFormat, InstructFormat, Turn, spell
+from openelm_mlx.chat.conversation import Conversation
+from openelm_mlx.chat.format import CompletionFormat, InstructFormat, Turn, spell
 from openelm_mlx.checkpoint import load
-from openelm_mlx.conversation import Conversation
 from openelm_mlx.errors import GenerationError, TokenizerError
 from openelm_mlx.prompt import encode_chat, render_chat
 from openelm_mlx.sampling import make_logits_processors

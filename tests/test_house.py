@@ -16,7 +16,7 @@ import openelm_mlx
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(openelm_mlx.__file__).parent
 ROOMS = ("benchmarks", "convert", "lora")
-CORE = sorted(PACKAGE.glob("*.py"))
+CORE = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "chat").glob("*.py")])
 ROOM_FILES = {room: sorted((PACKAGE / room).rglob("*.py")) for room in ROOMS}
 OURS = [*CORE, *(path for files in ROOM_FILES.values() for path in files)]
 HEAVY = {"torch", "transformers", "mlx_lm", "huggingface_hub", "tokenizers", "jinja2", "yaml", "rich", "prompt_toolkit"}
@@ -125,7 +125,7 @@ class TestPublicApi:
         assert sorted(set(openelm_mlx.__all__)) == openelm_mlx.__all__
         assert set(openelm_mlx._HOMES) == set(openelm_mlx.__all__)
         assert {value.__module__.partition(".")[0] for value in values.values()} == {"openelm_mlx"}
-        modules = {path.stem for path in CORE} | set(ROOMS)
+        modules = {path.stem for path in CORE} | {"chat", *ROOMS}
         assert public - modules - {"TYPE_CHECKING", "Any"} <= set(openelm_mlx.__all__)
 
     def test_type_checkers_see_the_same_names(self):

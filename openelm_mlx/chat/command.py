@@ -11,17 +11,17 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .errors import GenerationError
-from .hub import resolve_model
-from .model_arguments import add_model_arguments, load_from_arguments
-from .sampling_arguments import add_sampling_arguments
+from ..errors import GenerationError
+from ..hub import resolve_model
+from ..model_arguments import add_model_arguments, load_from_arguments
+from ..sampling_arguments import add_sampling_arguments
 
 if TYPE_CHECKING:
-    from .chat_format import ChatFormat
-    from .chat_settings import ChatSettings
-    from .chat_terminal import Editor
+    from ..tokenizer import Tokenizer
     from .conversation import Conversation
-    from .tokenizer import Tokenizer
+    from .format import ChatFormat
+    from .settings import ChatSettings
+    from .terminal import Editor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, then chat until the input ends."""
-    from .chat_settings import ChatSettings
+    from .settings import ChatSettings
 
     ChatSettings.from_arguments(args, instruct=False)  # a bad value is told before a model is loaded
     if args.chat_template and args.instruct is not None:
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 def choose_format(args: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatFormat":
     """What the flags ask for; else the folder's own template; else what the model was trained on."""
-    from .chat_format import CompletionFormat, InstructFormat
-    from .chat_template import TemplateFormat, folder_template, named_template
+    from .format import CompletionFormat, InstructFormat
+    from .template import TemplateFormat, folder_template, named_template
 
     if args.chat_template:
         return TemplateFormat(tokenizer, named_template(args.chat_template), "--chat-template")
@@ -86,8 +86,8 @@ def choose_format(args: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatForm
 
 
 def _on_terminal(args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings") -> int:
-    from .chat_session import Chat
-    from .chat_terminal import TerminalView, run_terminal
+    from .session import Chat
+    from .terminal import TerminalView, run_terminal
 
     view = TerminalView(_editor(args.history_file), markdown=conversation.format.name != "completion")
     chat = Chat(conversation, settings, view, args.model, args.show_prompt, args.stats == "on")
@@ -96,19 +96,19 @@ def _on_terminal(args: argparse.Namespace, conversation: "Conversation", setting
 
 
 def _editor(history_file: str | None) -> "Editor":
-    from .chat_commands import COMMANDS
-    from .chat_terminal import PlainEditor
+    from .commands import COMMANDS
+    from .terminal import PlainEditor
 
     if os.environ.get("TERM", "dumb").lower() in ("dumb", "unknown"):
         return PlainEditor()
-    from .chat_line_editor import LineEditor, history_of
+    from .line_editor import LineEditor, history_of
 
     return LineEditor(history_of(history_file), COMMANDS)
 
 
 def _as_script(args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings") -> int:
-    from .chat_script import JsonView, ScriptView, run_script
-    from .chat_session import Chat
+    from .script import JsonView, ScriptView, run_script
+    from .session import Chat
 
     view = JsonView() if args.json else ScriptView()
     statistics = args.stats == "on" and not args.json  # the objects have them

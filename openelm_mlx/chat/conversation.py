@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from .cache import KVCache
-from .chat_format import ChatFormat, Turn
-from .errors import GenerationError
-from .generation import GenerationResponse, stream_generate
-from .model import Model
-from .sampling import LogitsProcessor
-from .tokenizer import Tokenizer
+from ..cache import KVCache
+from ..errors import GenerationError
+from ..generation import GenerationResponse, stream_generate
+from ..model import Model
+from ..sampling import LogitsProcessor
+from ..tokenizer import Tokenizer
+from .format import ChatFormat, Turn
 
 
 @dataclass(frozen=True)
