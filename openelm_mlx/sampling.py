@@ -50,7 +50,7 @@ def make_logits_processors(
 
 @dataclass
 class RandomSampler:
-    """Draws from the filtered distribution with a random stream of its own."""
+    """Draws from the filtered distribution. Draw n of a seed is always the same noise, whatever was drawn before it."""
 
     temp: float
     top_p: float
@@ -59,18 +59,32 @@ class RandomSampler:
     seed: int
 
     def __post_init__(self) -> None:
-        self._key = mx.random.key(self.seed)
+        self.drawn = 0  # how many draws have been made; lowered to take back the latest
+        self._stream = mx.random.split(mx.random.key(self.seed))[0]  # so that neighbouring seeds share no keys
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """logprobs: (B, V), normalised -> tokens (B,)."""
+        return mx.random.categorical(self.filtered_logprobs(logprobs), key=self.next_key())
+
+    def filtered_logprobs(self, logprobs: mx.array) -> mx.array:
+        """The distribution that is drawn from, (B, V) -> (B, V), both normalised; what a filter drops is -inf."""
         if self.top_p < 1:
             logprobs = keep_top_p(logprobs, self.top_p)
         if self.min_p > 0:
             logprobs = keep_min_p(logprobs, self.min_p)
         if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = keep_top_k(logprobs, self.top_k)
-        self._key, draw = mx.random.split(self._key)
-        return mx.random.categorical(logprobs * (1 / self.temp), key=draw)
+        return log_softmax(logprobs.astype(mx.float32) * (1 / self.temp))
+
+    def next_key(self) -> mx.array:
+        """The random key of the next draw."""
+        self.drawn += 1
+        return self._stream + mx.array([0, self.drawn], mx.uint32)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Normalised log-probabilities over the last axis."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
@@ -108,6 +122,20 @@ class RepetitionPenalty:
         recent = tokens[-self.context_size :]
         seen = logits[:, recent]
         logits[:, recent] = mx.where(seen < 0, seen * self.penalty, seen / self.penalty)
+        return logits
+
+
+@dataclass(frozen=True)
+class MinTokens:
+    """Forbids the tokens that end a text until `min_tokens` have been made after a prompt of `prompt_tokens`."""
+
+    min_tokens: int
+    prompt_tokens: int
+    eos_token_ids: frozenset[int]
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size - self.prompt_tokens < self.min_tokens:
+            logits[:, mx.array(sorted(self.eos_token_ids))] = -mx.inf
         return logits
 
 

@@ -1,0 +1,116 @@
+"""What prompt lookup gains on text that repeats itself, and that it loses next to nothing on prose.
+
+The text is given and the model made to write it, so that what is accepted depends on the text alone and random weights
+do as well as real ones. Prose is a story that the bundled model tells after another story; the repetitive text is that
+other story told again with every 20th word another one. Decoding with and without lookup takes turns; the prompt's
+time is left out.
+
+    python -m openelm_mlx.benchmarks.lookup_decoding [--size 270M] [--tokens 100] [--trials 5] [--prompt-lookup 10]
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..checkpoint import load
+from ..config import PUBLISHED_SIZES, OpenELMConfig
+from ..device import machine_record
+from ..drafts import Acceptance
+from ..errors import RunFailedError
+from ..generation import generate_step
+from ..model import Model
+from ..prompt_lookup import PromptLookup
+from ..sampling import make_sampler
+from ..speculative import speculative_step
+from .command import positive_count
+from .comparison import Comparison, take_turns
+from .openblas import preload_openblas
+
+REPETITIVE, PROSE = 1.3, 0.9  # promised ratios
+_CHANGE_EVERY = 20
+_HEADINGS = ("text", "with lookup", "plain", "ratio (range)", "target", "reached", "drafts accepted")
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that writes what it is told to, at the usual cost. A logits processor."""
+
+    prompt: list[int]
+    text: list[int]
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        logits[:, self.text[tokens.size - len(self.prompt)]] = mx.inf
+        return logits
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print. Status 1 when a promise does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=PUBLISHED_SIZES, help="a published size, random weights (the bundled model)")
+    parser.add_argument("--tokens", type=positive_count, default=100, help="length of either story (at most 120)")
+    parser.add_argument("--trials", type=positive_count, default=5, help="turns for each side")
+    parser.add_argument("--prompt-lookup", type=positive_count, default=10, metavar="N", help="as in openelm generate")
+    args = parser.parse_args(argv)
+    tiny, tokenizer = load("tiny", dtype="float32")
+    model = tiny if args.size is None else Model(OpenELMConfig.from_name(args.size))
+    model.eval()
+    stories = [story(tiny, tokenizer.encode("Once upon a time there was"), args.tokens, seed) for seed in (1, 2)]
+    machine = machine_record()
+    print(f"{args.size or 'tiny'}, float32, MLX {machine['mlx']} {machine['backend']} backend, {args.trials} turns")
+    print(*_HEADINGS, sep=" | ")
+    passed = True
+    for job, text, target in (("repetitive", changed(stories[0]), REPETITIVE), ("prose", stories[1], PROSE)):
+        comparison, acceptance = measure(job, model, stories[0], text, target, args.trials, args.prompt_lookup)
+        print(*comparison.cells, f"{acceptance.accepted} of {acceptance.proposed}", sep=" | ")
+        passed = passed and comparison.passed
+    return 0 if passed else 1
+
+
+def story(model: Model, opening: list[int], count: int, seed: int) -> list[int]:
+    """`count` tokens that a model tells after `opening`, drawn at temperature 1."""
+    return list(generate_step(opening, model, max_tokens=count, sampler=make_sampler(temp=1.0, seed=seed)))
+
+
+def changed(text: list[int]) -> list[int]:
+    """The same text with every 20th token another one, of those that it has."""
+    return [text[i // 2] if i % _CHANGE_EVERY == _CHANGE_EVERY - 1 else token for i, token in enumerate(text)]
+
+
+def measure(
+    job: str, model: Model, prompt: list[int], text: list[int], target: float, trials: int, num_draft_tokens: int
+) -> tuple[Comparison, Acceptance]:
+    """Milliseconds to write `text` after `prompt` with lookup and without, and the acceptance of the last turn."""
+    writer = Writer(prompt, text)
+    acceptance = Acceptance()
+
+    def plain() -> Iterator[int]:
+        return generate_step(prompt, model, max_tokens=len(text), logits_processors=[writer])
+
+    def with_lookup() -> Iterator[int]:
+        nonlocal acceptance
+        drafter = PromptLookup(num_draft_tokens)
+        for drafted in speculative_step(prompt, model, drafter, max_tokens=len(text), logits_processors=[writer]):
+            yield drafted.token
+        acceptance = drafter.acceptance
+
+    def time_ms(steps: Callable[[], Iterator[int]]) -> float:
+        mx.synchronize()
+        running = steps()
+        written = [next(running)]
+        start = time.perf_counter()
+        written += running
+        elapsed = time.perf_counter() - start
+        if written != text:
+            raise RunFailedError(f"{job}: the model did not write the text it was given")
+        return elapsed * 1e3
+
+    with_it, without = take_turns(lambda: time_ms(with_lookup), lambda: time_ms(plain), trials)
+    return Comparison(job, "ms", with_it, without, target), acceptance
+
+
+if __name__ == "__main__":
+    preload_openblas()
+    raise SystemExit(main())
