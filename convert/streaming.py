@@ -19,7 +19,7 @@ from .blocks import in_threads, is_finite, row_ranges
 
 Tick = Callable[[int], None]  # told how many bytes were done
 Job = Callable[[], tuple[mx.array, ...]]
-Block = tuple[mx.array | np.ndarray, ...]
+Block = tuple[mx.array, ...] | tuple[np.ndarray, ...]
 _BLOCKS_AHEAD = 2
 
 
@@ -116,13 +116,13 @@ def _computed(rows: np.ndarray, code: str, dtype: str, settings: QuantizationSet
 
 def _finished(name: str, block: Block, dtype: str) -> tuple[str, tuple[np.ndarray, ...]]:
     """The block as numpy arrays. Those that MLX computed are checked: the new dtype may be too narrow."""
-    parts = []
-    for part in block:
-        if isinstance(part, mx.array):
-            values = from_mlx(part)
-            if mx.issubdtype(part.dtype, mx.floating) and not is_finite(values, CODES[dtype]):
-                raise CheckpointError(f"{name} has values beyond the range of {dtype}; choose another --dtype")
-            parts.append(values)
-        else:
-            parts.append(part)
-    return name, tuple(parts)
+    copied = tuple(part for part in block if isinstance(part, np.ndarray))
+    if copied:
+        return name, copied
+    computed = [part for part in block if isinstance(part, mx.array)]
+    mx.eval(*computed)  # waits without holding Python's lock, so that reading goes on
+    arrays = tuple(map(from_mlx, computed))
+    for part, values in zip(computed, arrays, strict=True):
+        if mx.issubdtype(part.dtype, mx.floating) and not is_finite(values, CODES[dtype]):
+            raise CheckpointError(f"{name} has values beyond the range of {dtype}; choose another --dtype")
+    return name, arrays
