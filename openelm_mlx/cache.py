@@ -25,8 +25,8 @@ class KVCache:
         """Append keys and values (B, H, L, D) of the newest L tokens; return all that is held, (B, H, offset, D)."""
         start, self.offset = self.offset, self.offset + keys.shape[2]
         capacity = self._capacity(self.offset)
-        self.keys = _append(self.keys, keys, start, capacity)
-        self.values = _append(self.values, values, start, capacity)
+        self.keys = append(self.keys, keys, start, capacity)
+        self.values = append(self.values, values, start, capacity)
         return self.keys[:, :, : self.offset], self.values[:, :, : self.offset]
 
     def mask(self, num_queries: int) -> mx.array | str | None:
@@ -61,7 +61,7 @@ def causal_mask(num_queries: int) -> str | None:
     return "causal" if num_queries > 1 else None
 
 
-def _append(held: mx.array | None, new: mx.array, start: int, capacity: int) -> mx.array:
+def append(held: mx.array | None, new: mx.array, start: int, capacity: int) -> mx.array:
     """Write `new` at token `start` of `held`, enlarging it to `capacity` with zeros where it does not reach."""
     end = start + new.shape[2]
     if held is None or end > held.shape[2]:

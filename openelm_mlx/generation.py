@@ -6,7 +6,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -15,9 +15,12 @@ from .cache import KVCache
 from .device import wired_limit
 from .errors import GenerationError
 from .model import Model
-from .sampling import LogitsProcessor, Sampler
+from .sampling import LogitsProcessor, Sampler, log_softmax
 from .stopping import StopStrings
 from .tokenizer import Tokenizer, check_ids
+
+if TYPE_CHECKING:
+    from .drafts import Drafter
 
 DEFAULT_MAX_TOKENS = 256
 PREFILL_STEP_SIZE = 2048
@@ -37,6 +40,7 @@ class GenerationResponse:
     generation_tps: float  # tokens after the first, over the time since the first
     ttft_s: float
     peak_memory_bytes: int  # of MLX's allocator, since this generation began
+    from_draft: bool = False  # whether a drafter had guessed this token
 
     @property
     def peak_memory(self) -> float:
@@ -88,19 +92,14 @@ def _steps(
         logits = model(new[None], cache, last_only=True)[:, -1]  # (1, L) -> (1, 1, V) -> (1, V)
         for process in logits_processors:
             logits = process(seen, logits)
-        token = mx.argmax(logits, axis=-1) if sampler is None else sampler(_log_softmax(logits))
+        token = mx.argmax(logits, axis=-1) if sampler is None else sampler(log_softmax(logits))
         if logits_processors:
             seen = mx.concatenate([seen, token])
         return token
 
     if max_tokens < 1:
         return
-    while len(tokens) > prefill_step_size:
-        model.transformer(tokens[None, :prefill_step_size], cache)
-        mx.eval([layer.state for layer in cache])
-        mx.clear_cache()
-        tokens = tokens[prefill_step_size:]
-    token = step(tokens)
+    token = step(prefill(model, tokens, cache, prefill_step_size))
     mx.eval(token)  # the first token is read before the second step is queued: it is what a person waits for
     for count in range(1, max_tokens + 1):
         following = step(token) if count < max_tokens else None
@@ -111,6 +110,16 @@ def _steps(
             token = following
         if count % _CLEAR_CACHE_EVERY == 0:
             mx.clear_cache()
+
+
+def prefill(model: Model, tokens: mx.array, cache: list[KVCache], step_size: int = PREFILL_STEP_SIZE) -> mx.array:
+    """Run all of a prompt's tokens (L,) but the last chunk through the model; return that chunk, not run."""
+    while len(tokens) > step_size:
+        model.transformer(tokens[None, :step_size], cache)
+        mx.eval([layer.state for layer in cache])
+        mx.clear_cache()
+        tokens = tokens[step_size:]
+    return tokens
 
 
 def stream_generate(
@@ -124,31 +133,43 @@ def stream_generate(
     logits_processors: Sequence[LogitsProcessor] = (),
     cache: list[KVCache] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
+    drafter: "Drafter | None" = None,
     exceed_context: bool = False,
 ) -> Iterator[GenerationResponse]:
     """Continue `prompt` (text, encoded with BOS, or ids); yield one response for each token.
 
     The joined `.text` is the continuation, without EOS and without the stop string that ended it. `max_tokens` None
-    means 256, or what the context has room for. Errors are raised by the call itself, before any work.
+    means 256, or what the context has room for. `drafter` guesses tokens ahead (see `speculative`). Errors are raised
+    by the call itself, before any work.
     Raises GenerationError when prompt and max_tokens do not fit into the context (unless `exceed_context`).
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     held = cache[0].offset if cache else 0
     limit = room_for(held + len(ids), max_tokens, model.config.max_context_length, exceed_context)
-    tokens = generate_step(
-        ids,
-        model,
-        max_tokens=limit,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        cache=cache,
-        prefill_step_size=prefill_step_size,
-    )
+    settings: dict[str, Any] = {
+        "max_tokens": limit,
+        "sampler": sampler,
+        "logits_processors": logits_processors,
+        "cache": cache,
+        "prefill_step_size": prefill_step_size,
+    }
+    if drafter is None:
+        tokens: Iterator[tuple[int, bool]] = ((token, False) for token in generate_step(ids, model, **settings))
+    else:
+        from .speculative import speculative_step  # which builds on this module
+
+        steps = speculative_step(ids, model, drafter, **settings)
+        tokens = ((step.token, step.from_draft) for step in steps)
     return _responses(model, tokenizer, tokens, len(ids), limit, StopStrings(stop))
 
 
 def _responses(
-    model: Model, tokenizer: Tokenizer, tokens: Iterator[int], prompt_tokens: int, limit: int, stops: StopStrings
+    model: Model,
+    tokenizer: Tokenizer,
+    tokens: Iterator[tuple[int, bool]],
+    prompt_tokens: int,
+    limit: int,
+    stops: StopStrings,
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer()
     model_bytes = weight_bytes(model)
@@ -156,7 +177,7 @@ def _responses(
     with wired_limit(model_bytes):
         start = time.perf_counter()
         ttft_s = 0.0
-        for count, token in enumerate(tokens, 1):
+        for count, (token, from_draft) in enumerate(tokens, 1):
             now = time.perf_counter()
             if count == 1:
                 ttft_s, first = now - start, now
@@ -175,6 +196,7 @@ def _responses(
                 generation_tps=_rate(count - 1, now - first),
                 ttft_s=ttft_s,
                 peak_memory_bytes=mx.get_peak_memory(),
+                from_draft=from_draft,
             )
             if done:
                 return
@@ -218,10 +240,6 @@ def weight_bytes(model: Model) -> int:
     """Bytes of the model's parameters as they are held."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     return sum(value.nbytes for _, value in parameters)
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _rate(count: int, seconds: float) -> float:

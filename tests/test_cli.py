@@ -78,7 +78,7 @@ def test_stop_strings_and_seed(capsys):
 @pytest.mark.parametrize(("flags", "ids"), [([], "\\n"), (["--escape"], "\n")])
 def test_backslashes_are_text_unless_asked(monkeypatch, capsys, flags, ids):  # fault D16
     seen = []
-    monkeypatch.setattr("openelm_mlx.generate_command._encode", lambda _, text, __: seen.append(text) or [1, 5])
+    monkeypatch.setattr("openelm_mlx.generate_command.prompt_ids", lambda _, text, __: seen.append(text) or [1, 5])
     openelm(capsys, "generate", "--model", TINY, "-m", "1", "-p", "a\\nb", *flags)
     assert seen == [f"a{ids}b"]
 

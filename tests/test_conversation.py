@@ -226,7 +226,7 @@ class TestCache:
 
         model, tokenizer = tiny
         chat = Conversation(
-            model, tokenizer, InstructFormat(tokenizer), make_cache=lambda: [Stubborn() for _ in model.layers]
+            model, tokenizer, InstructFormat(tokenizer), make_cache=lambda keep: [Stubborn() for _ in model.layers]
         )
         say(chat, MESSAGES[0])
         assert check_like_fresh(chat, "forward").held > 20

@@ -11,12 +11,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ..cache_arguments import add_cache_kind_arguments
 from ..errors import GenerationError
 from ..hub import resolve_model
 from ..model_arguments import add_model_arguments, load_from_arguments
 from ..sampling_arguments import add_sampling_arguments
+from ..speculation_arguments import add_speculation_arguments, drafter_from_arguments
 
 if TYPE_CHECKING:
+    from ..drafts import Drafter
     from ..tokenizer import Tokenizer
     from .conversation import Conversation
     from .format import ChatFormat
@@ -32,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, metavar="N", help="use fewer tokens of context than the model has")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     add_sampling_arguments(parser)
+    add_cache_kind_arguments(parser)
+    add_speculation_arguments(parser)
     form = parser.add_argument_group("how messages become a prompt")
     form.add_argument(
         "--instruct", action=argparse.BooleanOptionalAction, help="use the Instruct form (told from the model)"
@@ -53,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chat_template and args.instruct is not None:
         raise GenerationError("--chat-template and --instruct or --no-instruct contradict each other: drop one")
     model, tokenizer = load_from_arguments(args)
+    from ..caches import make_cache
     from .conversation import Conversation
 
     form = choose_format(args, tokenizer)
@@ -62,11 +68,19 @@ def run(args: argparse.Namespace) -> int:
             "(--instruct asks it nevertheless)",
             file=sys.stderr,
         )
-    conversation = Conversation(model, tokenizer, form, system=args.system_prompt, max_context=args.max_context)
+    conversation = Conversation(
+        model,
+        tokenizer,
+        form,
+        system=args.system_prompt,
+        max_context=args.max_context,
+        make_cache=lambda keep: make_cache(model, max_kv_size=args.max_kv_size, keep=keep, kv_bits=args.kv_bits),
+    )
     settings = ChatSettings.from_arguments(args, instruct=form.name == "instruct")
+    drafter = drafter_from_arguments(args, model, tokenizer)
     if sys.stdin.isatty() and sys.stdout.isatty() and not args.json:
-        return _on_terminal(args, conversation, settings)
-    return _as_script(args, conversation, settings)
+        return _on_terminal(args, conversation, settings, drafter)
+    return _as_script(args, conversation, settings, drafter)
 
 
 def choose_format(args: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatFormat":
@@ -85,12 +99,14 @@ def choose_format(args: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatForm
     return InstructFormat(tokenizer) if instruct else CompletionFormat(tokenizer)
 
 
-def _on_terminal(args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings") -> int:
+def _on_terminal(
+    args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings", drafter: "Drafter | None"
+) -> int:
     from .session import Chat
     from .terminal import TerminalView, run_terminal
 
     view = TerminalView(_editor(args.history_file), markdown=conversation.format.name != "completion")
-    chat = Chat(conversation, settings, view, args.model, args.show_prompt, args.stats == "on")
+    chat = Chat(conversation, settings, view, args.model, args.show_prompt, args.stats == "on", drafter)
     view.notice(f"{args.model}, context of {conversation.limit} tokens; /help lists what can be typed, Ctrl-D leaves")
     return run_terminal(chat, view)
 
@@ -106,10 +122,12 @@ def _editor(history_file: str | None) -> "Editor":
     return LineEditor(history_of(history_file), COMMANDS)
 
 
-def _as_script(args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings") -> int:
+def _as_script(
+    args: argparse.Namespace, conversation: "Conversation", settings: "ChatSettings", drafter: "Drafter | None"
+) -> int:
     from .script import JsonView, ScriptView, run_script
     from .session import Chat
 
     view = JsonView() if args.json else ScriptView()
     statistics = args.stats == "on" and not args.json  # the objects have them
-    return run_script(Chat(conversation, settings, view, args.model, args.show_prompt, statistics), view)
+    return run_script(Chat(conversation, settings, view, args.model, args.show_prompt, statistics, drafter), view)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..cache import KVCache
+from ..cache_arguments import kept_tokens
 from ..errors import GenerationError
 from ..generation import GenerationResponse, stream_generate
 from ..model import Model
@@ -47,9 +48,10 @@ class Conversation:
         *,
         system: str = "",
         max_context: int | None = None,
-        make_cache: Callable[[], list[KVCache]] | None = None,
+        make_cache: Callable[[int], list[KVCache]] | None = None,
     ) -> None:
-        """max_context: use less than the model's context. make_cache: other caches than the model's own kind.
+        """max_context: use less than the model's context. make_cache: other caches than the model's own kind,
+        given how many first tokens (BOS and the system prompt) must stay.
 
         Raises GenerationError for a limit that the model does not have, or a system prompt that has no place.
         """
@@ -60,8 +62,7 @@ class Conversation:
         self._cached_ids: list[int] = []  # what the cache holds keys and values of
         self.dropped = 0  # the oldest turns that the model no longer sees
         self.system = ""
-        self._make_cache = make_cache or model.make_cache
-        self.forget_cache()
+        self._make_cache = make_cache or (lambda keep: model.make_cache())
         self.set_system(system)
 
     @property
@@ -167,6 +168,7 @@ class Conversation:
                 f"the system prompt and what frames it fill the context of {self.limit} tokens: shorten it"
             )
         self.system = system
+        self.forget_cache()  # hardly anything of it would serve, and a bounded one has to keep other tokens
 
     def restore(self, system: str, turns: Sequence[Turn], dropped: int) -> None:
         """Become another conversation, a saved one."""
@@ -175,7 +177,8 @@ class Conversation:
 
     def forget_cache(self) -> None:
         """Begin with an empty cache: the next answer computes its whole prompt."""
-        self._cache = self._make_cache()
+        keep = kept_tokens(self.format.encode(self.system, (), ""), self.tokenizer.eos_token_id)
+        self._cache = self._make_cache(keep)
         self._cached_ids = []
 
     def _room(self, turns: Sequence[Turn], dropped: int, user: str) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from ..drafts import Drafter
 from ..errors import OpenELMError
 from ..generation import GenerationResponse
 from . import commands
@@ -47,6 +48,7 @@ class Chat:
     model_name: str
     show_prompt: bool = False
     show_statistics: bool = True
+    drafter: Drafter | None = None  # the same for every answer: it follows the tokens that the cache holds
     last_prompt: Prompt | None = None
     last: GenerationResponse | None = None  # of the last answer: its statistics
     own_files: set[Path] = field(default_factory=set)  # read or written by this chat, which may replace them
@@ -74,7 +76,9 @@ class Chat:
         self._tell_dropped(prompt)
         if self.show_prompt:
             self.view.notice(self.spelled(prompt.ids))
-        answer = conversation.answer(prompt, max_tokens=settings.max_tokens, **settings.for_generation)
+        answer = conversation.answer(
+            prompt, max_tokens=settings.max_tokens, drafter=self.drafter, **settings.for_generation
+        )
         self.last_prompt, self.last = prompt, None
         with closing(self._noting(answer)) as responses:
             self.view.answer(prompt, responses)
