@@ -5,7 +5,6 @@ Everything that can be refused is refused before the first byte is written. The 
 """
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,27 +127,19 @@ class _Job:
     def run(self, target: Path, force: bool) -> None:
         """Write, verify, and only then give the folder its name."""
         check_space(target, self.nbytes + _OTHER_FILES_BYTES)
-        with (
-            new_folder(target, force=force) as folder,
-            SafetensorsWriter(folder, self.plan) as writer,
-            ThreadPoolExecutor(1) as beside,
-        ):
-            others = beside.submit(self.write_others, folder)  # plain Python, while the weights wait for disk and MLX
-            self.write(writer, others)
-            writer.start_sync()
-            others.result()
+        with new_folder(target, force=force) as folder, SafetensorsWriter(folder, self.plan) as writer:
+            self.write(writer)
+            writer.start_sync()  # the disk works while the rest is done
+            self.write_others(folder)
             self.verify(folder)
 
-    def write(self, writer: SafetensorsWriter, others: Future[None]) -> None:
-        """The weights; an error in `others` ends it."""
+    def write(self, writer: SafetensorsWriter) -> None:
         tensors = {name: self.source.tensors[name] for name in self.outputs}
         with progress("writing", self.nbytes) as tick:
             for name, block in transformed(tensors, self.dtype, self.quantization):
                 for planned, rows in zip(self.outputs[name], block, strict=True):
                     writer.append(planned.name, rows)
                 tick(sum(rows.nbytes for rows in block))
-                if others.done():
-                    others.result()
 
     def write_others(self, folder: Path) -> None:
         source, config = self.source, self.source.config
