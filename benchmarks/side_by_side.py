@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..checkpoint import load
+from ..decoder import Decoder
 from ..errors import RunFailedError
 from ..generation import generate_step
 from ..model import Model
@@ -93,14 +94,15 @@ def decode(job: str, pair: Pair, target: float, trials: int) -> Comparison:
     return _compare(job, pair, run, target, trials)
 
 
-def decode_nodes(job: str, pair: Pair, target: float) -> Comparison:
-    """Nodes of a decode step's graph, each side with its own cache and its own greedy step."""
+def decode_nodes(job: str, pair: Pair, target: float, decoder: str) -> Comparison:
+    """Nodes of a decode step's graph, each side with its own cache and its own greedy step; ours is `decoder`'s."""
     from mlx_lm.models.cache import make_prompt_cache
 
     our_cache, their_cache = pair.ours.make_cache(), make_prompt_cache(pair.theirs)
+    our_step = Decoder(pair.ours, our_cache, 1, decoder)
 
     def our_token(tokens: mx.array) -> mx.array:
-        return mx.argmax(pair.ours(tokens, our_cache, last_only=True)[:, -1], axis=-1)
+        return mx.argmax(our_step(tokens[0]), axis=-1)
 
     def their_token(tokens: mx.array) -> mx.array:
         logits = pair.theirs(tokens, their_cache)[:, -1, :]
