@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def story(model: Model, opening: list[int], count: int, seed: int) -> list[int]:
-    """`count` tokens that a model tells after `opening`, drawn at temperature 1."""
-    return list(generate_step(opening, model, max_tokens=count, sampler=make_sampler(temp=1.0, seed=seed)))
+    """`count` tokens that a model tells after `opening`; at this temperature some phrases come up again."""
+    return list(generate_step(opening, model, max_tokens=count, sampler=make_sampler(temp=0.6, seed=seed)))
 
 
 def changed(text: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ ends makes room for the next prompt at once. Prompts are prefilled one by one, a
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import mlx.core as mx
 
@@ -106,7 +107,7 @@ def _run(model: Model, waiting: "deque[_Row]", batch_size: int) -> Iterator[Batc
         # The next step is queued before this one's tokens are read: the device works while texts are looked at.
         following = _step(model, rows, tokens, cache) if any(row.left > 1 for row in rows) else None
         mx.async_eval(tokens if following is None else following)
-        ended = [row.take(token) for row, token in zip(rows, tokens.tolist(), strict=True)]
+        ended = [row.take(token) for row, token in zip(rows, cast(list[int], tokens.tolist()), strict=True)]
         yield from (row.result() for row, over in zip(rows, ended, strict=True) if over)
         kept = [i for i, over in enumerate(ended) if not over]
         rows = [rows[i] for i in kept]

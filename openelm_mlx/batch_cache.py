@@ -87,7 +87,7 @@ class BatchCache:
     def keep(self, kept: Sequence[int]) -> None:
         """Forget all rows but these, and the columns that were padding in all of them."""
         lengths = [self.rows.lengths[row] for row in kept]
-        first, chosen = self.rows.width - max(lengths), mx.array(kept)
+        first, chosen = self.rows.width - max(lengths), mx.array(list(kept))
         for layer in self.layers:
             layer.keys, layer.values = (
                 array[chosen, :, first : self.rows.width] for array in (layer.keys, layer.values)

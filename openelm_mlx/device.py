@@ -2,10 +2,8 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -56,6 +54,8 @@ def wired_limit(model_bytes: int) -> Iterator[None]:
 
 def machine_record() -> dict[str, Any]:
     """This machine as a benchmark names it: chip, cores, memory, system, Python and MLX."""
+    from importlib.metadata import version  # takes longer to import than a model's headers take to read
+
     return {
         "chip": chip_name(),
         "cpu_cores": os.cpu_count(),
@@ -72,6 +72,8 @@ def machine_record() -> dict[str, Any]:
 def chip_name() -> str:
     """`Apple M2 Max` on a Mac, the processor's name elsewhere."""
     if platform.system() == "Darwin":
+        import subprocess
+
         asked = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
         )

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from .cache import KVCache
 from .errors import GenerationError
-from .generation import PREFILL_STEP_SIZE
+from .generation import prefill
 from .model import Model
 from .sampling import LogitsProcessor, RandomSampler, Sampler, log_softmax
 
@@ -110,7 +110,7 @@ class ModelDrafter(Drafter):
         self._keep(self._prompt_start)
 
     def propose(self, limit: int, sampler: Sampler | None, logits_processors: Sequence[LogitsProcessor]) -> Draft:
-        new = prefill(self.model, mx.array(self.text[self._cache[0].offset :]), self._cache, PREFILL_STEP_SIZE)
+        new = prefill(self.model, mx.array(self.text[self._cache[0].offset :]), self._cache)
         seen = mx.array(self.text[self._prompt_start :] if logits_processors else [])
         tokens, distributions = [], []
         for _ in range(min(limit, self.num_draft_tokens)):
@@ -138,16 +138,6 @@ class ModelDrafter(Drafter):
     def _keep(self, count: int) -> None:
         keep_tokens(self._cache, count)
         self._drafts = None
-
-
-def prefill(model: Model, tokens: mx.array, cache: list[KVCache], step_size: int) -> mx.array:
-    """Feed `tokens` (L,) in chunks, as long as more than one chunk is left; return that last one, not fed."""
-    while len(tokens) > step_size:
-        model.transformer(tokens[None, :step_size], cache)
-        mx.eval([layer.state for layer in cache])
-        mx.clear_cache()
-        tokens = tokens[step_size:]
-    return tokens
 
 
 def keep_tokens(cache: Sequence[KVCache], count: int) -> None:

@@ -57,6 +57,7 @@ def generate_step(
     logits_processors: Sequence[LogitsProcessor] = (),
     cache: list[KVCache] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
+    decoder: str | None = None,
 ) -> Iterator[int]:
     """Yield up to `max_tokens` token ids that continue `prompt`. Knows no text, no EOS and no context limit.
 
@@ -65,13 +66,15 @@ def generate_step(
     while the caller prints; no step is computed that nobody asked for.
 
     sampler: log-probabilities (1, V) -> tokens (1,); None is greedy. cache: continued from, and updated in place.
+    decoder: how a step is computed, eager or compiled; None takes what was measured to be faster (see `decoder`).
     Raises GenerationError for an empty prompt, TokenizerError for an id outside the vocabulary.
     """
     ids = list(cast(list[int], prompt.tolist()) if isinstance(prompt, mx.array) else prompt)
     if not ids:
         raise GenerationError("the prompt is empty: give at least one token")
     check_ids(ids, model.config.vocab_size)
-    return _steps(ids, model, max_tokens, sampler, logits_processors, cache or model.make_cache(), prefill_step_size)
+    held = cache or model.make_cache()
+    return _steps(ids, model, max_tokens, sampler, logits_processors, held, prefill_step_size, decoder)
 
 
 def _steps(
@@ -82,14 +85,14 @@ def _steps(
     logits_processors: Sequence[LogitsProcessor],
     cache: list[KVCache],
     prefill_step_size: int,
+    decoder: str | None,
 ) -> Iterator[int]:
     tokens = mx.array(ids)
     seen = tokens
 
-    def step(new: mx.array) -> mx.array:
-        """The token that follows `new` (L,), as an unevaluated array (1,)."""
+    def choose(logits: mx.array) -> mx.array:
+        """The token (1,) that these logits (1, V) lead to, not evaluated."""
         nonlocal seen
-        logits = model(new[None], cache, last_only=True)[:, -1]  # (1, L) -> (1, 1, V) -> (1, V)
         for process in logits_processors:
             logits = process(seen, logits)
         token = mx.argmax(logits, axis=-1) if sampler is None else sampler(log_softmax(logits))
@@ -99,10 +102,14 @@ def _steps(
 
     if max_tokens < 1:
         return
-    token = step(prefill(model, tokens, cache, prefill_step_size))
+    tokens = prefill(model, tokens, cache, prefill_step_size)
+    token = choose(model(tokens[None], cache, last_only=True)[:, -1])  # (1, L) -> (1, 1, V) -> (1, V)
     mx.eval(token)  # the first token is read before the second step is queued: it is what a person waits for
+    from .decoder import Decoder  # not needed any earlier
+
+    decode = Decoder(model, cache, max_tokens - 1, decoder)
     for count in range(1, max_tokens + 1):
-        following = step(token) if count < max_tokens else None
+        following = choose(decode(token)) if count < max_tokens else None
         if following is not None:
             mx.async_eval(following)
         yield cast(int, token.item())

@@ -6,7 +6,6 @@ on plain HTTP. A branch is noted in the cache last, so that an interrupted downl
 Looking into the cache imports nothing but huggingface_hub's constants.
 """
 
-import hashlib
 import os
 import re
 import sys
@@ -105,6 +104,8 @@ def discard(path: Path) -> None:
 
 def sha256_of(path: Path, tick: Callable[[int], object] = lambda count: None) -> str:
     """A file's SHA-256, read in pieces; `tick` is told the bytes of each."""
+    import hashlib  # a model on this disk needs no hash
+
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -9,7 +9,7 @@ import math
 
 from .config import OpenELMConfig
 from .quantize import Quantization, QuantizationSettings, plan
-from .tensors import numpy_dtype
+from .tensors import itemsize
 
 # Activations of a long prompt and buffers that the allocator keeps for reuse. A judgement: a prompt of 2,040 tokens
 # took 0.38 GB beside weights and cache for 270M in bfloat16 on MLX's CPU backend, and larger sizes take more.
@@ -26,13 +26,13 @@ def weight_bytes(config: OpenELMConfig, quantization: Quantization | None = None
     for name, shape in config.parameter_shapes().items():
         settings = modules.get(name.removesuffix(".weight"))
         parts = [(_DTYPE, shape)] if settings is None else settings.packed(shape, _DTYPE).values()
-        total += sum(math.prod(part) * numpy_dtype(code).itemsize for code, part in parts)
+        total += sum(math.prod(part) * itemsize(code) for code, part in parts)
     return total
 
 
 def cache_bytes(config: OpenELMConfig, tokens: int) -> int:
     """Bytes of the keys and values of this many tokens, in 16 bits."""
-    return 2 * sum(config.num_kv_heads) * config.head_dim * tokens * numpy_dtype(_DTYPE).itemsize
+    return 2 * sum(config.num_kv_heads) * config.head_dim * tokens * itemsize(_DTYPE)
 
 
 def form(config: OpenELMConfig, name: str) -> Quantization | None:

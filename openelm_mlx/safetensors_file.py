@@ -15,18 +15,17 @@ import struct
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import read_json_object
 from .errors import CheckpointError
-from .tensors import StoredTensor, known_dtype, numpy_dtype
+from .tensors import StoredTensor, itemsize, known_dtype, numpy_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_HEADER_BYTES = (
-    8 * 2**20
-)  # a thousand layers take half of it; the library's 100 MB would let a header fill the memory
+MAX_HEADER_BYTES = 8 * 2**20  # a thousand layers take half of it; the library's 100 MB could fill the memory
 _LENGTH = struct.Struct("<Q")
 _MAX_RANK = 32  # numpy's older bound, far beyond any weight
 _MAX_NUMBER = 2**63
@@ -200,7 +199,7 @@ def _stored_tensor(path: Path, mapped: mmap.mmap, name: str, entry: Any, data_st
     if not _whole_numbers(offsets) or len(offsets) != 2:
         _refuse(path, f"{label} has data_offsets {offsets!r:.60}")
     begin, end = offsets
-    expected = math.prod(shape) * numpy_dtype(code).itemsize
+    expected = math.prod(shape) * itemsize(code)
     if end - begin != expected:
         _refuse(path, f"{label} ({code}, shape {shape}) needs {expected} bytes, its offsets give {end - begin}")
     rows = partial(_rows, path, mapped, code, tuple(shape), data_start + begin)
@@ -233,11 +232,13 @@ def _map(path: Path) -> mmap.mmap:
 
 def _rows(
     path: Path, mapped: mmap.mmap, code: str, shape: tuple[int, ...], position: int, start: int, stop: int
-) -> np.ndarray:
+) -> "np.ndarray":
     """Rows [start, stop), read-only, of the tensor that begins at byte `position` of the file."""
+    import numpy as np
+
     rows, row_shape = (shape[0], shape[1:]) if shape else (1, ())
     assert 0 <= start <= stop <= rows, (start, stop, rows)
-    row_bytes = math.prod(row_shape) * numpy_dtype(code).itemsize
+    row_bytes = math.prod(row_shape) * itemsize(code)
     begin, end = position + start * row_bytes, position + stop * row_bytes
     if mapped.size() < end:  # asked of the file itself: touching memory beyond its end would end the process
         raise CheckpointError(f"{path} became shorter while it was read: {_DOWNLOAD_AGAIN}")

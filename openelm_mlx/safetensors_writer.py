@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .safetensors_file import INDEX_NAME
-from .tensors import numpy_dtype
+from .tensors import itemsize, numpy_dtype
 
 MAX_SHARD_BYTES = 5 * 10**9
 _METADATA = {"format": "mlx"}  # what mlx-lm's and transformers' readers look for
@@ -32,7 +32,7 @@ class PlannedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 class SafetensorsWriter:
@@ -139,7 +139,7 @@ def header_of(tensors: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, int]]:
     """
     entries: dict[str, object] = {"__metadata__": _METADATA}
     offsets, position = {}, 0
-    for tensor in sorted(tensors, key=lambda tensor: -numpy_dtype(tensor.dtype).itemsize):
+    for tensor in sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype)):
         offsets[tensor.name] = position
         end = position + tensor.nbytes
         entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}

@@ -19,9 +19,9 @@ from typing import cast
 import mlx.core as mx
 
 from .cache import KVCache
-from .drafts import Draft, Drafter, common_prefix, ids_of, keep_tokens, prefill
+from .drafts import Draft, Drafter, common_prefix, ids_of, keep_tokens
 from .errors import GenerationError
-from .generation import DEFAULT_MAX_TOKENS, PREFILL_STEP_SIZE
+from .generation import DEFAULT_MAX_TOKENS, PREFILL_STEP_SIZE, prefill
 from .model import Model
 from .rotating_cache import RotatingKVCache
 from .sampling import LogitsProcessor, RandomSampler, Sampler, log_softmax

@@ -7,33 +7,42 @@ its values travel as uint16 bit patterns and become bfloat16 in `to_mlx`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 # safetensors' spelling of a dtype -> (numpy dtype that carries its bits, MLX name). float64 has no MLX GPU type.
-_DTYPES: dict[str, tuple[Any, str]] = {
-    "F64": (np.float64, "float64"),
-    "F32": (np.float32, "float32"),
-    "F16": (np.float16, "float16"),
-    "BF16": (np.uint16, "bfloat16"),
-    "I64": (np.int64, "int64"),
-    "I32": (np.int32, "int32"),
-    "I16": (np.int16, "int16"),
-    "I8": (np.int8, "int8"),
-    "U64": (np.uint64, "uint64"),
-    "U32": (np.uint32, "uint32"),
-    "U16": (np.uint16, "uint16"),
-    "U8": (np.uint8, "uint8"),
-    "BOOL": (np.bool_, "bool_"),
+_DTYPES: dict[str, tuple[str, str]] = {
+    "F64": ("float64", "float64"),
+    "F32": ("float32", "float32"),
+    "F16": ("float16", "float16"),
+    "BF16": ("uint16", "bfloat16"),
+    "I64": ("int64", "int64"),
+    "I32": ("int32", "int32"),
+    "I16": ("int16", "int16"),
+    "I8": ("int8", "int8"),
+    "U64": ("uint64", "uint64"),
+    "U32": ("uint32", "uint32"),
+    "U16": ("uint16", "uint16"),
+    "U8": ("uint8", "uint8"),
+    "BOOL": ("bool_", "bool_"),
 }
+_ITEMSIZES = {code: max(1, int("".join(filter(str.isdigit, code)) or 8) // 8) for code in _DTYPES}  # "BF16" -> 2
 FLOATING = ("F64", "F32", "F16", "BF16")
 CODES = {mlx_name: code for code, (_, mlx_name) in _DTYPES.items()}  # "bfloat16" -> "BF16"
 
 
-def numpy_dtype(code: str) -> np.dtype:
+def numpy_dtype(code: str) -> "np.dtype":
     """The numpy dtype that carries the bits of a safetensors dtype code."""
+    import numpy as np  # loading reads headers only, and importing numpy takes longer than that
+
     return np.dtype(_DTYPES[code][0])
+
+
+def itemsize(code: str) -> int:
+    """Bytes of one value."""
+    return _ITEMSIZES[code]
 
 
 def mlx_name(code: str) -> str:
@@ -57,7 +66,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read_rows: Callable[[int, int], np.ndarray]
+    read_rows: "Callable[[int, int], np.ndarray]"
 
     @property
     def num_rows(self) -> int:
@@ -65,9 +74,9 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * itemsize(self.dtype)
 
-    def read(self) -> np.ndarray:
+    def read(self) -> "np.ndarray":
         """The whole tensor, shape `self.shape`."""
         return self.read_rows(0, self.num_rows).reshape(self.shape)
 
@@ -79,7 +88,7 @@ class StoredTensor:
         return replace(self, shape=(count, *self.shape[1:]))
 
 
-def to_mlx(values: np.ndarray, code: str) -> Any:
+def to_mlx(values: "np.ndarray", code: str) -> Any:
     """Numpy bits of a given dtype code as an `mx.array` of the real dtype."""
     import mlx.core as mx  # a safetensors copy never needs it
 
@@ -87,8 +96,9 @@ def to_mlx(values: np.ndarray, code: str) -> Any:
     return array.view(mx.bfloat16) if code == "BF16" else array
 
 
-def from_mlx(array: Any) -> np.ndarray:
+def from_mlx(array: Any) -> "np.ndarray":
     """The bits of an `mx.array` as numpy (bfloat16 as uint16). Evaluates it."""
     import mlx.core as mx
+    import numpy as np
 
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

@@ -15,7 +15,9 @@ README = Path(__file__).parent.parent / "README.md"
 BLOCKS = {"demo": ["demo"], "info": ["info", "tiny"]}
 _TEMPORARY = re.compile(r"\S*/openelm-demo-\w+/")
 # What differs from run to run and from machine to machine: times, rates, memory, and a story drawn at random.
-_MEASURED = re.compile(r"\d[\d.,]* (?=tokens/s|s\b|MB)|\d+\.\d+|(?<=--seed 1\n).*?(?=\nprompt +\d+ tokens)", re.DOTALL)
+_MEASURED = re.compile(
+    r"\d[\d.,]* (?=tokens/s|s\b|MB)|\d[\d,]*\.\d+|(?<=--seed 1\n).*?(?=\nprompt +\d+ tokens)", re.DOTALL
+)
 
 
 def output(arguments: list[str]) -> str:
