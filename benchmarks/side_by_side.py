@@ -53,7 +53,7 @@ class Pair:
         return cls(load(folder)[0], load_theirs(str(folder))[0], same_tokens)
 
     def our_steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        return generate_step(prompt, self.ours, max_tokens=count)
+        return generate_step(prompt, self.ours, max_tokens=count, decoder="eager")
 
     def their_steps(self, prompt: list[int], count: int) -> Iterator[int]:
         from mlx_lm.generate import generate_step as generate_theirs

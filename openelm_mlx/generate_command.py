@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "Once upon a time there was"
 _BATCH_SIZE = 8
+_DECODERS = ("auto", "eager", "compiled", "measure")  # decoder.MODES, repeated because importing it imports mlx
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logprobs", type=int, metavar="K", help="in JSON: each token's log-probability, and the best K"
     )
+    parser.add_argument("--decoder", choices=_DECODERS, help="how a step is computed; measure compares them here")
+    parser.add_argument("--verbose", action="store_true", help="tell which decoder was taken, and why")
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     formats.add_argument("--jsonl", action="store_true", help="print JSON lines: one for each token, the whole last")
@@ -66,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     ids = prompt_ids(tokenizer, text, args)
     drafter = drafter_from_arguments(args, model, tokenizer)
     cache, rest = _cache(args, model, tokenizer, ids)
-    _print(args, model, tokenizer, ids, rest, {"drafter": drafter, "cache": cache, **sampling})
+    held = ids[: len(ids) - len(rest)]
+    _print(args, model, tokenizer, held, rest, {"drafter": drafter, "cache": cache, **sampling})
     return 0
 
 
@@ -115,6 +119,8 @@ def _check(args: argparse.Namespace) -> None:
             raise GenerationError("--logprobs are printed in JSON only: add --json or --jsonl")
         if speculates:
             raise GenerationError("--logprobs cannot be had with --draft-model or --prompt-lookup: leave one out")
+    if speculates and args.decoder is not None:
+        raise GenerationError("--decoder is for plain decoding: leave it out with --draft-model or --prompt-lookup")
     if args.min_tokens < 0 or (args.max_tokens is not None and args.min_tokens > args.max_tokens >= 1):
         raise GenerationError(f"min_tokens must be between 0 and max_tokens, got {args.min_tokens}")
 
@@ -124,6 +130,8 @@ def _cache(
 ) -> "tuple[list[KVCache], list[int]]":
     """The cache, and what of the prompt it does not hold yet."""
     cache, held = cache_from_arguments(args, model, kept_tokens(ids, tokenizer.eos_token_id))
+    if held is None:
+        return cache, ids[1:]  # mlx-lm's file does not say what it holds: the prompt follows it, without a second BOS
     if not held:
         return cache, ids
     from .prompt_cache import rest_of_prompt
@@ -135,19 +143,24 @@ def _print(
     args: argparse.Namespace,
     model: "Model",
     tokenizer: "Tokenizer",
-    ids: list[int],
+    held: list[int],
     rest: list[int],
     settings: dict[str, Any],
 ) -> None:
-    """Generate, and print as asked."""
+    """Generate what follows `rest`, where the cache holds `held` already, and print as asked."""
+    from .decoder import Decoder
     from .generate_output import printer
-    from .generation import stream_generate
+    from .generation import DEFAULT_MAX_TOKENS, stream_generate
     from .logprobs import LogprobRecorder
-    from .sampling import MinTokens
+    from .sampling import MinTokens, with_history
 
+    decoder = None
+    if settings["drafter"] is None:
+        decoder = Decoder(model, settings["cache"], args.max_tokens or DEFAULT_MAX_TOKENS, args.decoder)
     recorder = LogprobRecorder(args.logprobs) if args.logprobs is not None else None
     shortest = MinTokens(args.min_tokens, len(rest), frozenset(tokenizer.eos_token_ids)) if args.min_tokens else None
-    processors = [recorder, *settings.pop("logits_processors"), shortest]
+    penalties = [with_history(held, process) for process in settings.pop("logits_processors")]
+    processors = [recorder, *penalties, shortest]
     output = printer(args, tokenizer, recorder)
     for response in stream_generate(
         model,
@@ -156,9 +169,12 @@ def _print(
         args.max_tokens,
         stop=args.stop,
         exceed_context=args.exceed_context,
+        decoder=decoder,
         logits_processors=[process for process in processors if process is not None],
         **settings,
     ):
         output.token(response)
     drafter: Drafter | None = settings["drafter"]
     output.end(drafter.acceptance if drafter is not None else None)
+    if args.verbose and decoder is not None:
+        print(f"decoder     {decoder}", file=sys.stderr)

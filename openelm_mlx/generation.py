@@ -20,6 +20,7 @@ from .stopping import StopStrings
 from .tokenizer import Tokenizer, check_ids
 
 if TYPE_CHECKING:
+    from .decoder import Decoder
     from .drafts import Drafter
 
 DEFAULT_MAX_TOKENS = 256
@@ -57,7 +58,7 @@ def generate_step(
     logits_processors: Sequence[LogitsProcessor] = (),
     cache: list[KVCache] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
-    decoder: str | None = None,
+    decoder: "Decoder | str | None" = None,
 ) -> Iterator[int]:
     """Yield up to `max_tokens` token ids that continue `prompt`. Knows no text, no EOS and no context limit.
 
@@ -85,7 +86,7 @@ def _steps(
     logits_processors: Sequence[LogitsProcessor],
     cache: list[KVCache],
     prefill_step_size: int,
-    decoder: str | None,
+    decoder: "Decoder | str | None",
 ) -> Iterator[int]:
     tokens = mx.array(ids)
     seen = tokens
@@ -107,7 +108,7 @@ def _steps(
     mx.eval(token)  # the first token is read before the second step is queued: it is what a person waits for
     from .decoder import Decoder  # not needed any earlier
 
-    decode = Decoder(model, cache, max_tokens - 1, decoder)
+    decode = decoder if isinstance(decoder, Decoder) else Decoder(model, cache, max_tokens - 1, decoder)
     for count in range(1, max_tokens + 1):
         following = choose(decode(token)) if count < max_tokens else None
         if following is not None:
@@ -141,13 +142,14 @@ def stream_generate(
     cache: list[KVCache] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     drafter: "Drafter | None" = None,
+    decoder: "Decoder | str | None" = None,
     exceed_context: bool = False,
 ) -> Iterator[GenerationResponse]:
     """Continue `prompt` (text, encoded with BOS, or ids); yield one response for each token.
 
     The joined `.text` is the continuation, without EOS and without the stop string that ended it. `max_tokens` None
-    means 256, or what the context has room for. `drafter` guesses tokens ahead (see `speculative`). Errors are raised
-    by the call itself, before any work.
+    means 256, or what the context has room for. `drafter` guesses tokens ahead (see `speculative`), `decoder` says
+    how a step is computed (see `decoder`). Errors are raised by the call itself, before any work.
     Raises GenerationError when prompt and max_tokens do not fit into the context (unless `exceed_context`).
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -161,7 +163,8 @@ def stream_generate(
         "prefill_step_size": prefill_step_size,
     }
     if drafter is None:
-        tokens: Iterator[tuple[int, bool]] = ((token, False) for token in generate_step(ids, model, **settings))
+        plain = generate_step(ids, model, decoder=decoder, **settings)
+        tokens: Iterator[tuple[int, bool]] = ((token, False) for token in plain)
     else:
         from .speculative import speculative_step  # which builds on this module
 

@@ -5,7 +5,7 @@ temperature is applied to what they leave.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -137,6 +137,12 @@ class MinTokens:
         if tokens.size - self.prompt_tokens < self.min_tokens:
             logits[:, mx.array(sorted(self.eos_token_ids))] = -mx.inf
         return logits
+
+
+def with_history(history: Sequence[int], process: LogitsProcessor) -> LogitsProcessor:
+    """A processor that also sees the tokens which a cache holds already, as it would without one."""
+    held = mx.array(list(history), dtype=mx.int32)
+    return lambda tokens, logits: process(mx.concatenate([held, tokens]), logits)
 
 
 def _check(name: str, value: object, valid: bool, expected: str) -> None:

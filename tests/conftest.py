@@ -41,6 +41,14 @@ def _no_network():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache_folder(tmp_path_factory):
+    """What a run remembers of this machine stays out of the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden() -> dict[str, np.ndarray]:
     """Ids, logits and greedy continuations of the bundled checkpoint, by Apple's PyTorch code in float32."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_cli import PROMPT, TINY, openelm, refused
 
+from openelm_mlx import decoder, generate_command
 from openelm_mlx.checkpoint import load
 from openelm_mlx.prompt import encode_chat
 
@@ -145,3 +146,23 @@ def test_what_a_batch_cannot_do_is_refused(capsys, tmp_path):
         assert flags[0] in refused(
             capsys, "generate", "--model", TINY, "--prompts-file", str(tmp_path / "a.txt"), *flags
         )
+
+
+def test_the_penalty_sees_what_the_prompt_cache_holds(capsys, tmp_path):
+    file = str(tmp_path / "king.safetensors")
+    openelm(
+        capsys, "cache-prompt", "--model", TINY, "--dtype", "float32", "-p", PROMPT[:25], "--prompt-cache-file", file
+    )
+    penalised = (*PLAIN, "--repetition-penalty", "3")
+    assert record(capsys, *penalised, "--prompt-cache-file", file)["tokens"] == record(capsys, *penalised)["tokens"]
+
+
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_the_decoder_changes_nothing_and_is_told(capsys, kind, golden):
+    _, out, err = openelm(capsys, *PLAIN, "--decoder", kind, "--verbose", "--json")
+    assert json.loads(out)["tokens"] == golden["greedy_0"][:30].tolist()
+    assert f"decoder     {kind}" in err
+
+
+def test_the_decoders_are_the_librarys():
+    assert generate_command._DECODERS == decoder.MODES

@@ -14,14 +14,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
 
-import mlx.core as mx
-
 from ..cache import KVCache
 from ..cache_arguments import kept_tokens
 from ..errors import GenerationError
 from ..generation import GenerationResponse, stream_generate
 from ..model import Model
-from ..sampling import LogitsProcessor
+from ..sampling import with_history
 from ..tokenizer import Tokenizer
 from .format import ChatFormat, Turn
 
@@ -111,7 +109,7 @@ class Conversation:
         """
         self._trim(len(self._cached_ids) - prompt.held)
         self._cached_ids = history = prompt.ids[: prompt.held]
-        processors = [_with_history(history, process) for process in settings.pop("logits_processors", ())]
+        processors = [with_history(history, process) for process in settings.pop("logits_processors", ())]
         responses = stream_generate(
             self.model,
             self.tokenizer,
@@ -223,9 +221,3 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many ids two lists begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _with_history(history: Sequence[int], process: LogitsProcessor) -> LogitsProcessor:
-    """Let a processor see the tokens that are in the cache already, as it would without one."""
-    held = mx.array(list(history), dtype=mx.int32)
-    return lambda tokens, logits: process(mx.concatenate([held, tokens]), logits)
