@@ -1,5 +1,6 @@
 """Batches: every text is the one its prompt gives alone, whoever is in the batch with it."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from reference import random_checkpoint, small_config
 
 from openelm_mlx.batch import batch_generate, batch_stream
 from openelm_mlx.batch_cache import BatchCache
+from openelm_mlx.benchmarks import batching
 from openelm_mlx.checkpoint import load
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import GenerationError, TokenizerError
@@ -141,3 +143,11 @@ def test_a_batch_of_none_is_refused(tiny):
 
 def test_no_prompts_no_results(tiny):
     assert batch_generate(*tiny, []) == []
+
+
+def test_the_benchmark_compares_equal_texts(capsys, tmp_path):
+    """The figures depend on the machine; that both sides make the same texts does not."""
+    figures = tmp_path / "figures.json"
+    batching.main(["--tokens", "4", "--batch-size", "3", "--trials", "1", "--json", str(figures)])
+    assert "the texts are the same" in capsys.readouterr().out
+    assert set(json.loads(figures.read_text())) == {"single_tps", "batch_tps", "same_texts"}
