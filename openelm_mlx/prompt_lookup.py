@@ -21,11 +21,11 @@ _TIMINGS = 9  # of plain steps: their median ignores the odd slow one
 _FEWEST_TIMINGS = 3
 
 # The account, in plain steps. Replays of prose, code and adversarial texts, with checks of n drafts that cost 1.05 to
-# n + 1 steps, took at most 1.09 times plain decoding's time.
-_START = 2.0
+# n + 1 steps, took at most 1.07 times plain decoding's time.
+_START = 1.0
 _MOST = 4.0  # so that a text that turns from repetition to prose is noticed soon
-_PER_TOKEN = 0.05
-_PER_FORESEEN_TOKEN = 0.1
+_PER_TOKEN = 0.03
+_PER_FORESEEN_TOKEN = 0.06
 
 
 class PromptLookup(Drafter):

@@ -117,23 +117,23 @@ class TestAccount:
         drafter = lookup([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5])
         assert drafter.expects()
         assert len(proposed(drafter)) == 5
-        drafter.learn([1], 5, 4.0)  # four steps' time for one token
+        drafter.learn([1], 5, 3.0)  # three steps' time for one token
         drafter.learn([2], 0, 1.0)
         assert not drafter.expects()
         assert proposed(drafter) == []
         expected = []
-        for token in [3, 4, 5, 6, 7, 8, 9] * 3:  # foreseen, all of them
+        for token in [3, 4, 5, 6, 7, 8, 9] * 4:  # foreseen, all of them
             drafter.learn([token], 0, 1.0)
             expected.append(drafter.expects())
-        assert not any(expected[:5])
-        assert all(expected[9:])  # tokens that could not have been foreseen would take twice as many
+        assert not any(expected[:10])
+        assert all(expected[20:])  # tokens that could not have been foreseen would take twice as many
         assert proposed(drafter)
 
     def test_one_slow_pass_is_not_held_against_it_for_long(self):
         """A kernel is compiled at its first use: that says nothing about the next pass."""
         drafter = lookup([*range(9), *range(7)])
         drafter.learn([7, 8], 4, 1000.0)
-        for token in range(9, 109):
+        for token in range(9, 129):
             drafter.learn([token], 0, 1.0)
         drafter.learn([0], 0, 1.0)
         drafter.learn([1], 0, 1.0)
