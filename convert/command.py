@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace) -> str:
     if (args.source is None) == (args.hf_path is None):
         raise ConfigError("name one checkpoint to convert: openelm convert SOURCE (or --hf-path SOURCE)")
-    return args.source or args.hf_path
+    return args.hf_path if args.source is None else args.source
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises GenerationError naming the file and the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise GenerationError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -5,6 +5,8 @@ failed, 2 the user must change something, 130 interrupted. Results go to stdout,
 """
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import sys
@@ -13,7 +15,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from . import __version__
-from .errors import OpenELMError
+from .errors import OpenELMError, OutputError
 
 # command -> (module with add_arguments(parser) and run(args), one line of help)
 COMMANDS = {
@@ -40,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `openelm` with these arguments (the process's own by default); return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments)
+        _prepare_streams()
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where a full disk is still an error that can be told
+        return status
     except OpenELMError as error:
         print(f"openelm: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_status
@@ -48,8 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("openelm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output (`| head`) has gone: nothing more to say, and nowhere to say it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 0
+    except OSError as error:  # a full disk, a name too long: the machine's answer, and the user's to change
+        print(
+            f"openelm: error: {': '.join(filter(None, (error.filename, error.strerror or str(error))))}",
+            file=sys.stderr,
+        )
+        _silence_stdout()
+        return 2
+
+
+def _prepare_streams() -> None:
+    """Make stdin, stdout and stderr usable, however the command was started. Raises OutputError without a stdout."""
+    if sys.stdin is None:  # closed: an empty input, and the next file opened must not become file 0
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stdout is None:
+        raise OutputError("standard output is closed, so nothing could be printed: leave it open, or name a file")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+
+
+def _silence_stdout() -> None:
+    """What is still buffered goes nowhere: Python would try once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

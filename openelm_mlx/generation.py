@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from .cache import KVCache
 from .device import wired_limit
-from .errors import GenerationError
+from .errors import GenerationError, RunFailedError
 from .model import Model
 from .sampling import LogitsProcessor, Sampler, log_softmax
 from .stopping import StopStrings
@@ -104,8 +104,12 @@ def _steps(
     if max_tokens < 1:
         return
     tokens = prefill(model, tokens, cache, prefill_step_size)
-    token = choose(model(tokens[None], cache, last_only=True)[:, -1])  # (1, L) -> (1, 1, V) -> (1, V)
-    mx.eval(token)  # the first token is read before the second step is queued: it is what a person waits for
+    logits = model(tokens[None], cache, last_only=True)[:, -1]  # (1, L) -> (1, 1, V) -> (1, V)
+    damaged = mx.any(mx.isnan(logits))
+    token = choose(logits)
+    mx.eval(token, damaged)  # the first token is read before the second step is queued: a person waits for it
+    if damaged.item():  # the likeliest of no numbers is token 0, <unk>, for ever
+        raise RunFailedError("the model's logits are not numbers: its weights are damaged, or too large for this dtype")
     from .decoder import Decoder  # not needed any earlier
 
     decode = decoder if isinstance(decoder, Decoder) else Decoder(model, cache, max_tokens - 1, decoder)

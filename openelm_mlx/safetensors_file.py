@@ -139,7 +139,7 @@ def _files(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
 def _unlisted_files(folder: Path) -> list[str]:
     files = sorted(file.name for file in folder.glob("model*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} has no model*.safetensors")
+        raise CheckpointError(f"{folder} has no model*.safetensors; PyTorch weights are read by `openelm convert`")
     check_shards_complete(folder, files)
     return files
 

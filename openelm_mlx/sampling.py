@@ -4,6 +4,7 @@ Names and order follow mlx-lm: the filters (top-p, min-p, top-k) look at the mod
 temperature is applied to what they leave.
 """
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,11 @@ def make_sampler(
     The same seed gives the same tokens, within one process too; without one every sampler draws anew.
     Raises GenerationError, naming the setting that is out of range.
     """
-    _check("temp", temp, temp >= 0, "0 or more")
+    _check("temp", temp, 0 <= temp < math.inf, "0 or more")
     _check("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")
     _check("min_p", min_p, 0 <= min_p <= 1, "between 0 and 1")
     _check("top_k", top_k, top_k >= 0, "0 (off) or more")
-    _check("seed", seed, seed is None or 0 <= seed < 2**63, "0 or more")
+    _check("seed", seed, seed is None or 0 <= seed < 2**63, "from 0 to 2**63 - 1")
     if temp == 0:
         return None
     return RandomSampler(temp, top_p, min_p, top_k, seed if seed is not None else secrets.randbits(63))

@@ -145,3 +145,50 @@ def test_a_reader_that_goes_away_is_no_error():
     assert len(done.stdout) == 10
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def shell(command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", "-c", command.replace("openelm", f"{sys.executable} -m openelm_mlx", 1)],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (f"openelm info {TINY} > /dev/full", "No space left"),
+        (f"openelm generate --model {TINY} -m 3 > /dev/full", "No space left"),
+        (f"openelm convert {TINY} -o {'a' * 300}", "File name too long"),
+        (f"openelm generate --model {TINY} -m 3 >&-", "standard output is closed"),
+        (f"openelm generate --model {TINY} -p - <&-", "the prompt is empty"),
+    ],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_what_the_machine_refuses_is_one_line_too(command, words):
+    done = shell(command)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_lacks_a_character_shows_another():
+    done = shell(f"PYTHONIOENCODING=ascii LC_ALL=C PYTHONUTF8=0 openelm info {TINY}")
+    assert done.returncode == 0
+    assert "?" in done.stdout
+
+
+def test_weights_that_are_no_numbers_are_told(capsys, tmp_path):  # fault A1
+    import shutil
+
+    import mlx.core as mx
+
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    weights = dict(mx.load(f"{folder}/model.safetensors"))
+    weights["transformer.norm.weight"] = weights["transformer.norm.weight"] * float("nan")
+    mx.eval(weights)
+    mx.save_safetensors(f"{folder}/model.safetensors", weights)
+    status, out, err = openelm(capsys, "generate", "--model", str(folder), "-m", "5")
+    assert (status, out) == (1, "")
+    assert "not numbers" in err
