@@ -6,6 +6,7 @@ Both sides load the same folders with random weights and take turns.
 """
 
 import argparse
+import os
 import platform
 import sys
 import tempfile
@@ -82,7 +83,8 @@ def _upcast(config: OpenELMConfig, root: Path, trials: int) -> Iterator[Comparis
 
 def describe(record: dict[str, Any]) -> str:
     """The machine in a line, without what would identify it; a chip is named on a Mac, where it decides."""
-    blas = ", OpenBLAS" if record["blas_preloaded"] else ""
+    kernels = os.environ.get("OPENBLAS_CORETYPE")
+    blas = f", OpenBLAS{f' with {kernels} kernels' if kernels else ''}" if record["blas_preloaded"] else ""
     where = record["chip"] if platform.system() == "Darwin" else f"{platform.system()} {record['machine']}"
     versions = f"MLX {record['mlx']} {record['backend']} backend, mlx-lm {metadata.version('mlx-lm')}"
     return f"{where}, {record['cpu_cores']} cores, {versions}{blas}"

@@ -85,7 +85,7 @@ def test_both_sides_load_a_random_quantised_folder(small, tmp_path):
 
 
 @pytest.mark.needs_mlx_lm
-def test_the_machine_is_described_without_what_identifies_it():
+def test_the_machine_is_described_without_what_identifies_it(monkeypatch):
     record = {
         "blas_preloaded": True,
         "chip": "X",
@@ -94,6 +94,9 @@ def test_the_machine_is_described_without_what_identifies_it():
         "backend": "cpu",
         "cpu_cores": 2,
     }
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     line = describe(record)
     assert "2 cores, MLX 0.32.4 cpu backend, mlx-lm 0." in line
     assert line.endswith(", OpenBLAS")
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert describe(record).endswith(", OpenBLAS with Haswell kernels")
