@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instruct", action=argparse.BooleanOptionalAction, help="use the Instruct prompt form (told from the model)"
     )
+    parser.add_argument("--chat-template", metavar="FILE|TEXT", help="use this jinja2 template for the prompt instead")
+    parser.add_argument(
+        "--ignore-chat-template", action="store_true", help="do without the model folder's own template"
+    )
+    parser.add_argument("--show-prompt", action="store_true", help="print text and ids of what is sent, on stderr")
     parser.add_argument("--system-prompt", metavar="TEXT", help="how an Instruct model is to behave")
     parser.add_argument("--prefill-response", metavar="TEXT", default="", help="words the answer is to begin with")
     parser.add_argument("-m", "--max-tokens", type=int, metavar="N", help="how many tokens (256, or the room there is)")
@@ -67,6 +72,10 @@ def run(args: argparse.Namespace) -> int:
     text = read_prompt(args.prompt, args.escape)
     model, tokenizer = load_from_arguments(args)
     ids = prompt_ids(tokenizer, text, args)
+    if args.show_prompt:
+        from .chat.format import spell
+
+        print(f"{spell(tokenizer, ids)}\n{ids}", file=sys.stderr)
     drafter = drafter_from_arguments(args, model, tokenizer)
     cache, rest = _cache(args, model, tokenizer, ids)
     held = ids[: len(ids) - len(rest)]
@@ -75,16 +84,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prompt_ids(tokenizer: "Tokenizer", text: str, args: argparse.Namespace) -> list[int]:
-    """The ids that are sent for a prompt's text: in the Instruct form where the model, or a flag, wants it."""
+    """The ids that are sent for a prompt's text: in the form that the model was trained on, or that a flag wants."""
+    from .chat.command import choose_format
     from .prompt import encode_chat
 
-    instruct = tokenizer.is_instruct if args.instruct is None else args.instruct
-    if not instruct:
+    form = choose_format(args, tokenizer)
+    if form.name == "completion":
         if args.system_prompt is not None:
             raise GenerationError(
                 "--system-prompt is for Instruct models; this one continues text (or give --instruct)"
             )
         return tokenizer.encode(text + args.prefill_response)
+    if form.name != "instruct":  # a template of another form
+        return form.encode(args.system_prompt or "", (), text) + tokenizer.encode_segment(args.prefill_response)
     messages = [{"role": "user", "content": text}]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": args.system_prompt})

@@ -1,6 +1,8 @@
 """`openelm generate` beyond the plain prompt: JSON lines, logprobs, begun answers, caches, drafts, files of prompts."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,3 +168,16 @@ def test_the_decoder_changes_nothing_and_is_told(capsys, kind, golden):
 
 def test_the_decoders_are_the_librarys():
     assert generate_command._DECODERS == decoder.MODES
+
+
+def test_a_folders_own_template_is_honoured(capsys, tmp_path):
+    folder = Path(shutil.copytree(TINY, tmp_path / "m"))
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}Q: {{ m['content'] }}\nA:{% endfor %}"
+    )
+    flags = ("generate", "--model", str(folder), "-m", "2", "-p", "Who </s> are you?", "--show-prompt")
+    shown = openelm(capsys, *flags)[2]
+    assert "Q: Who </s> are you?\nA:" in shown
+    assert "<|user|>" in openelm(capsys, *flags, "--ignore-chat-template", "--instruct")[2]
+    assert "Q:" not in openelm(capsys, *flags, "--no-instruct")[2]
+    assert "Say Who" in openelm(capsys, *flags, "--chat-template", "{{ bos_token }}Say {{ messages[0]['content'] }}")[2]

@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     from .settings import ChatSettings
 
     ChatSettings.from_arguments(args, instruct=False)  # a bad value is told before a model is loaded
-    if args.chat_template and args.instruct is not None:
-        raise GenerationError("--chat-template and --instruct or --no-instruct contradict each other: drop one")
     model, tokenizer = load_from_arguments(args)
     from ..caches import make_cache
     from .conversation import Conversation
@@ -89,6 +87,8 @@ def choose_format(args: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatForm
     from .template import TemplateFormat, folder_template, named_template
 
     if args.chat_template:
+        if args.instruct is not None:
+            raise GenerationError("--chat-template and --instruct or --no-instruct contradict each other: drop one")
         return TemplateFormat(tokenizer, named_template(args.chat_template), "--chat-template")
     if args.instruct is None and not args.ignore_chat_template:
         folder = resolve_model(args.model, revision=args.revision, offline=args.offline)
