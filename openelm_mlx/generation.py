@@ -174,11 +174,12 @@ def stream_generate(
 
         steps = speculative_step(ids, model, drafter, **settings)
         tokens = ((step.token, step.from_draft) for step in steps)
-    return _responses(model, tokenizer, tokens, len(ids), limit, StopStrings(stop))
+    models = [model] if drafter is None or drafter.model is None else [model, drafter.model]
+    return _responses(sum(map(weight_bytes, models)), tokenizer, tokens, len(ids), limit, StopStrings(stop))
 
 
 def _responses(
-    model: Model,
+    model_bytes: int,
     tokenizer: Tokenizer,
     tokens: Iterator[tuple[int, bool]],
     prompt_tokens: int,
@@ -186,7 +187,6 @@ def _responses(
     stops: StopStrings,
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer()
-    model_bytes = weight_bytes(model)
     mx.reset_peak_memory()
     with wired_limit(model_bytes):
         start = time.perf_counter()
