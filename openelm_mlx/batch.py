@@ -7,7 +7,7 @@ ends makes room for the next prompt at once. Prompts are prefilled one by one, a
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -40,29 +40,10 @@ def batch_generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     max_tokens: int | None = None,
-    *,
-    batch_size: int = DEFAULT_BATCH_SIZE,
-    stop: Sequence[str] = (),
-    sampler: Sampler | None = None,
-    logits_processors: Sequence[LogitsProcessor] = (),
-    exceed_context: bool = False,
+    **settings: Any,
 ) -> list[BatchResult]:
-    """Continue every prompt; results in the prompts' order. The settings are those of `stream_generate`.
-
-    Every text draws with the sampler's seed from its beginning, as alone. Raises GenerationError, naming the
-    prompt, before any work.
-    """
-    results = batch_stream(
-        model,
-        tokenizer,
-        prompts,
-        max_tokens,
-        batch_size=batch_size,
-        stop=stop,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        exceed_context=exceed_context,
-    )
+    """Continue every prompt; results in the prompts' order. The settings are those of `batch_stream`."""
+    results = batch_stream(model, tokenizer, prompts, max_tokens, **settings)
     return sorted(results, key=lambda result: result.index)
 
 
@@ -78,7 +59,11 @@ def batch_stream(
     logits_processors: Sequence[LogitsProcessor] = (),
     exceed_context: bool = False,
 ) -> Iterator[BatchResult]:
-    """The same, each result as soon as it is finished."""
+    """Continue every prompt, each result as soon as it is finished. The settings are those of `stream_generate`.
+
+    Every text draws with the sampler's seed from its beginning, as alone. Raises GenerationError, naming the
+    prompt, before any work.
+    """
     if batch_size < 1:
         raise GenerationError(f"batch_size must be 1 or more, got {batch_size}")
     waiting = deque(
