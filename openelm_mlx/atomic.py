@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .atomic_file import sync
 from .errors import OutputError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
@@ -143,7 +144,7 @@ def _install(new: Path, target: Path, old: Path) -> None:
         # This volume cannot swap two names: for an instant only `old` exists, and `_restore` knows.
         target.rename(old)
         new.rename(target)
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _restore(old: Path, target: Path) -> None:
@@ -169,20 +170,8 @@ def _sync(folder: Path) -> None:
     """Everything below a folder on the disk, before its name says that it is whole."""
     for directory, _, files in os.walk(folder):
         for name in files:
-            file = os.open(os.path.join(directory, name), os.O_RDONLY)
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
-        _sync_folder(Path(directory))
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync(Path(directory, name))
+        sync(Path(directory))
 
 
 def _make_parents(folder: Path) -> Path | None:

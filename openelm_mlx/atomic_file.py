@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import OutputError
@@ -19,13 +19,14 @@ def new_file(path: Path) -> Iterator[Path]:
     partial = target.with_name(f".{target.stem}.{os.getpid()}.partial{target.suffix}")
     try:
         yield partial
-        _sync(partial)
+        sync(partial)
         partial.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it has its new name, or was never made
+            partial.unlink()
 
 
 def check_file_target(path: Path) -> None:
@@ -39,7 +40,8 @@ def check_file_target(path: Path) -> None:
         raise OutputError(f"{target.parent} is not writable; choose another place")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """See a file, or a folder's list of names, onto the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -8,10 +8,10 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..atomic_file import new_file
 from ..errors import GenerationError, OutputError
 from .conversation import Conversation
 from .format import FINISH_REASONS, Turn
@@ -90,18 +90,8 @@ def write_text(path: Path, text: str) -> None:
     target = resolved(path)
     if target.is_dir():
         raise OutputError(f"{path} is a folder; name a file")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):  # it has its new name, or was never made
-            partial.unlink()
+    with new_file(target) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def resolved(path: Path) -> Path:
