@@ -3,6 +3,7 @@
 The keys are mlx-lm's. One is ours, `input_embedding` in `lora_parameters`: an adapter of the input embedding alone.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,21 @@ def read_adapter_config(path: Path) -> AdapterSpec:
     if faults:
         raise ConfigError(f"{path}: {listing(faults)}")
     return AdapterSpec(**fields)
+
+
+def write_adapter_config(path: Path, spec: AdapterSpec) -> None:
+    """An `adapter_config.json` that `read_adapter_config` and mlx-lm read; nothing in it is left to a default."""
+    raw: dict[str, Any] = {"fine_tune_type": spec.fine_tune_type, "num_layers": spec.num_layers}
+    if spec.base_model is not None:
+        raw["model"] = spec.base_model
+    if spec.fine_tune_type != "full":
+        parameters: dict[str, Any] = {"rank": spec.rank, "scale": spec.scale, "dropout": spec.dropout}
+        if spec.keys is not None:
+            parameters["keys"] = list(spec.keys)
+        if spec.input_embedding:  # mlx-lm knows no such layer, and refuses the tensors
+            parameters["input_embedding"] = True
+        raw["lora_parameters"] = parameters
+    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def _lora_parameters(parameters: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
