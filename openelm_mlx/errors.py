@@ -31,8 +31,16 @@ class GenerationError(OpenELMError):
     """A generation request cannot be met: context limit, empty prompt, contradictory settings."""
 
 
+class DataError(OpenELMError):
+    """Training data cannot be read, is of an unknown form, or has nothing to learn from."""
+
+
 class OutputError(OpenELMError):
     """A target cannot be written: it exists, is not writable, or the disk is full."""
+
+
+class RecordError(OpenELMError):
+    """A file of measurements cannot be used: it is none, is damaged, or belongs to another machine or version."""
 
 
 class RunFailedError(OpenELMError):
