@@ -36,7 +36,9 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, residual: mx.array, cache: KVCache | None, last_only: bool) -> mx.array:
+    def __call__(
+        self, x: mx.array, residual: mx.array, cache: KVCache | None, last_only: bool, mask: mx.array | None = None
+    ) -> mx.array:
         """residual + attention(x). x: (B, L, E); the result has one position with `last_only`, else L."""
         offset = cache.offset if cache is not None else 0
         rotated_heads = self.num_query_heads + self.num_kv_heads
@@ -53,7 +55,8 @@ class Attention(nn.Module):
             keys, values = cache.update_and_fetch(keys, values)
         if last_only:
             queries, residual = queries[:, :, -1:], residual[:, -1:]
-        mask = causal_mask(queries.shape[2]) if cache is None else cache.mask(queries.shape[2])
+        if mask is None:
+            mask = causal_mask(queries.shape[2]) if cache is None else cache.mask(queries.shape[2])
         mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
         return add_linear(residual, self.out_proj, _join_heads(mixed))
 
@@ -104,9 +107,14 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.model_dim, eps=config.rms_norm_eps)
         self.ffn = FeedForward(config, layer)
 
-    def __call__(self, x: mx.array, cache: KVCache | None = None, last_only: bool = False) -> mx.array:
-        """x: (B, L, E) -> (B, L, E), or (B, 1, E) with `last_only`."""
-        x = self.attn(self.attn_norm(x), x, cache, last_only)
+    def __call__(
+        self, x: mx.array, cache: KVCache | None = None, last_only: bool = False, mask: mx.array | None = None
+    ) -> mx.array:
+        """x: (B, L, E) -> (B, L, E), or (B, 1, E) with `last_only`.
+
+        mask: bool (B, 1, L, L) of what each position may see, for texts that share a row in training; None is causal.
+        """
+        x = self.attn(self.attn_norm(x), x, cache, last_only, mask)
         return self.ffn(self.ffn_norm(x), x)
 
 
