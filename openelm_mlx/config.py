@@ -217,19 +217,24 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def read_corenet_yaml(path: Path) -> dict[str, Any]:
     """The `model.language_modeling.general_gpt` block of a CoreNet training configuration."""
-    import yaml  # only people who convert CoreNet checkpoints need it
-
-    try:
-        value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # PyYAML lets the last four out
-        raise ConfigError(f"{path} is not valid YAML") from None
+    value = read_yaml(path)
     for key in ("model", "language_modeling", "general_gpt"):
         value = value.get(key) if isinstance(value, dict) else None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} has no model.language_modeling.general_gpt block; expected CoreNet's training YAML")
     return value
+
+
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. Raises ConfigError when it cannot be read."""
+    import yaml  # only people who convert CoreNet checkpoints need it
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):  # PyYAML lets the last four out
+        raise ConfigError(f"{path} is not valid YAML") from None
 
 
 def _as_int_if_whole(value: float) -> float:
