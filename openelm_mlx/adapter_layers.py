@@ -103,6 +103,9 @@ class InputLoRAEmbedding(nn.Module):
         return self.embedding.as_linear(hidden)
 
 
+ADAPTERS = (LoRALinear, LoRAEmbedding, InputLoRAEmbedding)  # DoRALinear is a LoRALinear
+
+
 def _matrix_shape(base: nn.Module) -> tuple[int, int]:
     """(rows, columns) of a layer's matrix; a quantised one packs its columns into 32-bit words, at any bit width."""
     rows, columns = base.weight.shape
