@@ -1,4 +1,8 @@
-"""Tensor names. The Hub's are CoreNet's behind a prefix, but for the untied output head; the table runs both ways."""
+"""Tensor names. The Hub's are CoreNet's behind a prefix, but for the untied output head; the table runs both ways.
+
+Training puts wrappers around modules (data parallel, sharded, recomputed, compiled), each a part of its own in the
+names; a state dict that was saved without taking them off is read all the same.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -12,7 +16,18 @@ _RENAMED_BACK = {hub: corenet for corenet, hub in _RENAMED.items()}
 # Buffers that follow from the configuration. Current releases do not save them, older exports did.
 _DROPPED = ("causal_mask", "inv_freq")
 
+_WRAPPERS = frozenset({"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
 T = TypeVar("T")
+
+
+def without_wrappers(tensors: Mapping[str, T], where: str) -> dict[str, T]:
+    """`module.layers.0._checkpoint_wrapped_module.norm` -> `layers.0.norm`. Raises CheckpointError when two collide."""
+    bare = {".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in tensors}
+    if len(bare) != len(tensors):
+        twice = next(name for name in tensors if name not in bare.values())
+        raise CheckpointError(f"{where} holds {twice:.100} twice, with and without a training wrapper; save one model")
+    return {short: tensors[name] for short, name in bare.items()}
 
 
 def to_hub(name: str) -> str:

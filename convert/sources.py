@@ -6,7 +6,7 @@ content says, never its name. A new kind of artefact is one more reader in `READ
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,14 @@ from ..safetensors_file import (
     refuse_damage,
     weight_files,
 )
-from ..tensors import StoredTensor
+from ..tensors import FLOATING, StoredTensor, mlx_name
+from .adapter_checkpoint import CheckpointAdapter, split_adapter
+from .apple_mlx import FORMAT as APPLE_MLX
+from .apple_mlx import WEIGHTS_NAME, apple_config, is_apple_config
 from .blocks import same_bytes
-from .names import is_corenet, with_hub_names
-from .torch_file import read_torch_file, tensors_of
+from .names import is_corenet, with_hub_names, without_wrappers
+from .torch_file import read_torch_file
+from .training_checkpoint import model_state
 
 EMBEDDING = "transformer.token_embeddings.weight"
 HEAD = "lm_head.weight"
@@ -38,12 +42,15 @@ _log = logging.getLogger(__name__)
 class Source:
     """A checkpoint whose headers were read and checked; no value was read yet."""
 
-    format: str  # mlx, hub-safetensors, hub-pytorch or corenet
+    format: str  # mlx, hub-safetensors, hub-pytorch, apple-mlx, or corenet[-training | -lora | -dora]
     path: Path
     tensors: Mapping[str, StoredTensor]  # exactly the configuration's parameters, under Hub names
     config: OpenELMConfig
     quantization: Quantization | None = None
     padded_vocabulary: bool = False  # the embedding may have more rows than the tokenizer has pieces
+    adapter: CheckpointAdapter | None = None  # what lies beside the base model, whose tensors these are
+    training: Mapping[str, Any] = field(default_factory=dict)  # the counters of a training checkpoint
+    is_computed: bool = False  # the tensors are computed as they are read: no file has these bytes
 
     @property
     def folder(self) -> Path:
@@ -54,9 +61,17 @@ class Source:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def dtype(self) -> str:
+        """MLX's name of the embedding's dtype, or of its scales' where it is packed: that of the activations."""
+        tensor = self.tensors.get(EMBEDDING.replace(".weight", ".scales"), self.tensors[EMBEDDING])
+        floating = tensor.dtype in FLOATING and tensor.dtype != "F64"
+        return mlx_name(tensor.dtype) if floating else "float32"
+
     def with_vocabulary(self, rows: int) -> "Source":
-        """The same model with only the first `rows` rows of its embedding (and of an untied head)."""
-        trimmed = {name: self.tensors[name].first_rows(rows) for name in (EMBEDDING, HEAD) if name in self.tensors}
+        """The same model with only the first `rows` rows of its embedding (and of an untied head), packed or not."""
+        modules = tuple(name.removesuffix("weight") for name in (EMBEDDING, HEAD))
+        trimmed = {name: tensor.first_rows(rows) for name, tensor in self.tensors.items() if name.startswith(modules)}
         return replace(
             self,
             tensors={**self.tensors, **trimmed},
@@ -65,35 +80,56 @@ class Source:
         )
 
 
-Reader = Callable[[Path, Path | None], Source | None]
+@dataclass(frozen=True)
+class Wanted:
+    """What to read of a path: `config_file` (YAML or JSON) overrides its own, `use_ema` takes the averaged weights."""
+
+    config_file: Path | None = None
+    use_ema: bool = False
+
+    def no_ema(self, path: Path) -> None:
+        """Raise CheckpointError when the moving average is asked of a kind of file that has none."""
+        if self.use_ema:
+            raise CheckpointError(f"{path} is no training checkpoint, so it has no moving average; leave out --use-ema")
 
 
-def open_source(path: Path, config_file: Path | None = None) -> Source:
+Reader = Callable[[Path, Wanted], Source | None]
+
+
+def open_source(path: Path, config_file: Path | None = None, *, use_ema: bool = False) -> Source:
     """The checkpoint at a path; `config_file` (YAML or JSON) overrides the configuration it comes with.
 
+    use_ema: a training checkpoint's moving average of the weights instead of the weights.
     Raises CheckpointError or ConfigError, naming everything that is missing, unknown or misshapen.
     """
     for reader in READERS:
-        source = reader(path, config_file)
+        source = reader(path, Wanted(config_file, use_ema))
         if source is not None:
             return source
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{path} has no weights that are read here; expected model*.safetensors or {_TORCH_FILE} "
-        f"(or name a CoreNet .pt file itself), found {found}"
+        f"{path} has no weights that are read here; expected model*.safetensors, {_TORCH_FILE} or Apple's "
+        f"{WEIGHTS_NAME} (or name a CoreNet .pt file itself), found {found}"
     )
 
 
 def make_source(
-    kind: str, path: Path, stored: Mapping[str, StoredTensor], config_file: Path | None, own_config: Path | None
+    kind: str,
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    wanted: Wanted,
+    own_config: Path | None,
+    training: Mapping[str, Any] | None = None,
 ) -> Source:
     """A Source from tensors as they are named in their file. `own_config` is the config.json beside them, if any."""
     where = str(path)
+    stored = without_wrappers(stored, where)
     corenet = is_corenet(stored)
-    tensors = with_hub_names(stored, where)
-    config, raw = _configuration(tensors, config_file or own_config, where)
+    named = with_hub_names(stored, where)
+    tensors, adapter = split_adapter(named, where, _yaml_of(wanted.config_file) if _has_adapter(named) else None)
+    config, raw = _configuration(tensors, wanted.config_file or own_config, where)
     if corenet and EMBEDDING in tensors and tensors[EMBEDDING].shape:
         # A configuration may state the vocabulary without CoreNet's padding, the tensors have it.
         config = replace(config, vocab_size=max(config.vocab_size, tensors[EMBEDDING].shape[0]))
@@ -102,35 +138,65 @@ def make_source(
         del tensors[HEAD]
     quantization = detect(tensors, raw, config, where)
     config.check_shapes(logical_shapes(tensors, quantization, config), where=where)
-    return Source("corenet" if corenet else kind, path, tensors, config, quantization, padded_vocabulary=corenet)
+    return Source(
+        _format(kind, corenet, adapter, training),
+        path,
+        tensors,
+        config,
+        quantization,
+        padded_vocabulary=corenet,
+        adapter=adapter,
+        training=training or {},
+    )
 
 
-def _safetensors_folder(path: Path, config_file: Path | None) -> Source | None:
+def _format(kind: str, corenet: bool, adapter: CheckpointAdapter | None, training: Mapping[str, Any] | None) -> str:
+    if not corenet:
+        return kind
+    if adapter is not None:
+        return f"corenet-{adapter.kind}"
+    if kind == APPLE_MLX:
+        return kind
+    return "corenet-training" if training else "corenet"
+
+
+def _safetensors_folder(path: Path, wanted: Wanted) -> Source | None:
     if not (path / INDEX_NAME).is_file() and not any(path.glob("model*.safetensors")):
         return None
+    wanted.no_ema(path)
     metadata = read_metadata(weight_files(path)[0])
     kind = "mlx" if metadata.get("format") == "mlx" else "hub-safetensors"
-    return make_source(kind, path, read_folder(path), config_file, _existing(path / "config.json"))
+    return make_source(kind, path, read_folder(path), wanted, _existing(path / "config.json"))
 
 
-def _torch_folder(path: Path, config_file: Path | None) -> Source | None:
+def _apple_mlx_folder(path: Path, wanted: Wanted) -> Source | None:
+    if not (path / WEIGHTS_NAME).is_file():
+        return None
+    wanted.no_ema(path)
+    stored = read_header(path / WEIGHTS_NAME)
+    kind = APPLE_MLX if is_corenet(stored) else "hub-safetensors"
+    return make_source(kind, path, stored, wanted, _existing(path / "config.json"))
+
+
+def _torch_folder(path: Path, wanted: Wanted) -> Source | None:
     index = path / _TORCH_INDEX
     weight_map = read_weight_map(index)
     files = sorted(set(weight_map.values())) or [_TORCH_FILE]
     if not (path / files[0]).is_file():
         return None
+    wanted.no_ema(path)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        found = tensors_of(read_torch_file(path / file), str(path / file))
+        found, _ = model_state(read_torch_file(path / file), str(path / file))
         twice = next((name for name in found if name in tensors), None)
         if twice:
             raise CheckpointError(f"{path}: two files hold {twice}; remove the files of the other model")
         tensors |= found
     check_promised(index, weight_map, tensors)
-    return make_source("hub-pytorch", path, tensors, config_file, _existing(path / "config.json"))
+    return make_source("hub-pytorch", path, tensors, wanted, _existing(path / "config.json"))
 
 
-def _single_file(path: Path, config_file: Path | None) -> Source | None:
+def _single_file(path: Path, wanted: Wanted) -> Source | None:
     if not path.is_file():
         return None
     try:
@@ -139,20 +205,25 @@ def _single_file(path: Path, config_file: Path | None) -> Source | None:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
     refuse_damage(path, head)
+    beside, training = _existing(path.with_name("config.json")), None
     if head[8:9] == b"{":  # the header behind its length
-        kind = "mlx" if read_metadata(path).get("format") == "mlx" else "hub-safetensors"
+        wanted.no_ema(path)
         stored = read_header(path)
+        kind = "mlx" if read_metadata(path).get("format") == "mlx" else "hub-safetensors"
+        if is_corenet(stored) and beside is not None and is_apple_config(read_json_object(beside)):
+            kind = APPLE_MLX
     else:
         kind = "hub-pytorch"
-        stored = tensors_of(read_torch_file(path), str(path))
-    # A config.json beside CoreNet's files is Apple's MLX port's, of another shape.
-    own_config = None if is_corenet(stored) else _existing(path.with_name("config.json"))
-    return make_source(kind, path, stored, config_file, own_config)
+        stored, training = model_state(read_torch_file(path), str(path), use_ema=wanted.use_ema)
+    # A config.json beside a CoreNet .pt is of another model, or of Apple's MLX port of it.
+    own_config = None if is_corenet(stored) and kind != APPLE_MLX else beside
+    return make_source(kind, path, stored, wanted, own_config, training)
 
 
 READERS: tuple[Reader, ...] = (
     _safetensors_folder,
     _torch_folder,
+    _apple_mlx_folder,
     _single_file,
 )  # safetensors win in a folder with both
 
@@ -177,8 +248,19 @@ def _configuration(
         return config, {}
     if _is_json(file):
         raw = read_json_object(file)
+        if is_apple_config(raw):
+            return apple_config(raw, tensors, str(file)), raw
         return OpenELMConfig.from_dict(raw, where=str(file)), raw
     return OpenELMConfig.from_yaml(file, shapes), {}
+
+
+def _has_adapter(tensors: Mapping[str, StoredTensor]) -> bool:
+    return any(".lora_" in name for name in tensors)
+
+
+def _yaml_of(file: Path | None) -> Path | None:
+    """The configuration named by the user, where it is a training YAML: it tells an adapter's factor."""
+    return None if file is None or _is_json(file) else file
 
 
 def _is_json(file: Path) -> bool:
