@@ -28,8 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the facts as a table for people, or as JSON."""
     from ..hub import resolve_model
+    from .peft_command import peft_folder, print_adapter
     from .sources import open_source
 
+    adapter = peft_folder(args.source)
+    if adapter is not None:
+        return print_adapter(adapter, as_json=args.json)
     path = resolve_model(args.source, revision=args.revision, offline=args.offline)
     source = open_source(path, Path(args.config) if args.config else None)
     if args.json:

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .safetensors_file import INDEX_NAME
-from .tensors import itemsize, numpy_dtype
+from .tensors import StoredTensor, itemsize, numpy_dtype
 
 MAX_SHARD_BYTES = 5 * 10**9
-_METADATA = {"format": "mlx"}  # what mlx-lm's and transformers' readers look for
 
 
 class PlannedTensor(NamedTuple):
@@ -126,18 +125,31 @@ def shards(plan: Sequence[PlannedTensor], max_shard_bytes: int) -> dict[str, lis
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
+def write_file(path: Path, tensors: Mapping[str, StoredTensor], *, format: str = "mlx") -> None:
+    """One file under any name, for the few tensors of an adapter: one of them at a time is in memory.
+
+    format: the word in its metadata by which readers tell whose file it is. Raises OSError when the disk is full.
+    """
+    plan = [PlannedTensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    header, offsets = header_of(plan, format)
+    with path.open("xb") as file:
+        file.write(header)
+        for name in sorted(tensors, key=offsets.__getitem__):
+            file.write(tensors[name].read().tobytes())
+
+
 def _index(shards: Mapping[str, Sequence[PlannedTensor]]) -> dict[str, object]:
     weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
     total_bytes = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def header_of(tensors: Sequence[PlannedTensor]) -> tuple[bytes, dict[str, int]]:
+def header_of(tensors: Sequence[PlannedTensor], format: str = "mlx") -> tuple[bytes, dict[str, int]]:
     """A file's first bytes (length and JSON, padded to 8), and each tensor's offset behind them.
 
     Wide dtypes come first, so that every tensor lies at a multiple of its item size whatever the shapes.
     """
-    entries: dict[str, object] = {"__metadata__": _METADATA}
+    entries: dict[str, object] = {"__metadata__": {"format": format}}  # mlx-lm's and transformers' readers look for it
     offsets, position = {}, 0
     for tensor in sorted(tensors, key=lambda tensor: -itemsize(tensor.dtype)):
         offsets[tensor.name] = position

@@ -83,6 +83,12 @@ class StoredTensor:
     def renamed(self, name: str) -> "StoredTensor":
         return replace(self, name=name)
 
+    def transposed(self) -> "StoredTensor":
+        """A matrix with its axes exchanged; asked for any row, it reads the whole, so this is for small ones."""
+        return replace(
+            self, shape=self.shape[::-1], read_rows=lambda start, stop: self.read().T[start:stop].copy(order="C")
+        )
+
     def first_rows(self, count: int) -> "StoredTensor":
         """The same tensor cut to its first `count` rows (CoreNet pads the vocabulary)."""
         return replace(self, shape=(count, *self.shape[1:]))

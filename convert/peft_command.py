@@ -1,0 +1,79 @@
+"""What `openelm convert` and `openelm info` do with a PEFT adapter folder, which is no model."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+_FOR_MODELS = (
+    "quantize", "dtype", "tokenizer", "config", "revision", "keep_vocab_padding", "instruct", "measure", "upload_repo",
+)  # fmt: skip
+
+
+def peft_folder(source: str) -> Path | None:
+    """The folder that `source` names, if a PEFT adapter is in it."""
+    from .peft import is_peft
+
+    folder = Path(source).expanduser()
+    return folder if is_peft(folder) else None
+
+
+def convert_adapter(folder: Path, args: argparse.Namespace) -> int:
+    """Make the adapter folder `args.mlx_path`, then say what it is and how to use it."""
+    unused = [flag for flag in _FOR_MODELS if getattr(args, flag, None) not in (None, False)]
+    if unused:
+        flag = unused[0].replace("_", "-")
+        raise ConfigError(
+            f"--{flag} is for models, and {folder} is a PEFT adapter: leave it out (numbers stay as they are)"
+        )
+    from .peft_import import import_peft
+
+    adapter = import_peft(folder, Path(args.mlx_path).expanduser(), force=args.force)
+    facts = _facts(adapter.spec, adapter.parameters)
+    print(f"{args.mlx_path}: {_sentence(facts)}")
+    base = shlex.quote(facts["base_model"] or "BASE_MODEL")
+    print(f"next: openelm generate --model {base} --adapter-path {shlex.quote(args.mlx_path)}", file=sys.stderr)
+    return 0
+
+
+def print_adapter(folder: Path, *, as_json: bool) -> int:
+    """The facts of a PEFT folder, for people or as JSON."""
+    from .peft_import import read_peft
+
+    adapter = read_peft(folder)
+    facts = _facts(adapter.spec, adapter.parameters)
+    if as_json:
+        print(json.dumps(facts))
+        return 0
+    print(f"{folder} (PEFT adapter): {_sentence(facts)}")
+    print(f"trained on {facts['base_model'] or 'a model that it does not name'}, dropout {facts['dropout']:g}")
+    print(
+        "loads in PEFT; 'openelm convert' makes a folder that openelm, and mlx-lm unless the embedding is adapted, load"
+    )
+    return 0
+
+
+def _facts(spec: Any, parameters: int) -> dict[str, Any]:
+    return {
+        "format": "peft",
+        "fine_tune_type": spec.fine_tune_type,
+        "rank": spec.rank,
+        "scale": spec.scale,
+        "dropout": spec.dropout,
+        "keys": list(spec.keys or ()),
+        "num_layers": spec.num_layers,
+        "input_embedding": spec.input_embedding,
+        "parameters": parameters,
+        "base_model": spec.base_model,
+    }
+
+
+def _sentence(facts: dict[str, Any]) -> str:
+    kind = {"lora": "LoRA", "dora": "DoRA"}[facts["fine_tune_type"]]
+    where = [*facts["keys"], *(["the input embedding"] if facts["input_embedding"] else [])]
+    shown = ", ".join(where[:6]) + (f" and {len(where) - 6} more" if len(where) > 6 else "")
+    return f"{kind}, rank {facts['rank']}, scale {facts['scale']:g}, {facts['parameters']:,} parameters on {shown}"
