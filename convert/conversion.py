@@ -1,36 +1,86 @@
 """Any OpenELM checkpoint in, an MLX model folder out: `convert(source, mlx_path)`.
 
-Everything that can be refused is refused before the first byte is written. The weights then stream through
-(streaming.py) into a hidden sibling of the target, are verified there (verify.py), and get their name last.
+Everything that can be refused is refused before the first byte is written, and before the weights are fetched. They
+then stream through (streaming.py) into hidden siblings of the targets, are verified there (verify.py), and get their
+names last (job.py).
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ..atomic import check_space, check_target, new_folder
+from ..atomic import check_target
 from ..checkpoint import is_instruct
+from ..config import OpenELMConfig
 from ..errors import CheckpointError, ConfigError, OutputError, TokenizerError
-from ..hub import find_tokenizer, resolve_model
+from ..hub import find_tokenizer, is_hub_id, resolve_model
+from ..hub_upload import check_upload, upload
 from ..quantize import Quantization, QuantizationSettings, plan
-from ..safetensors_writer import PlannedTensor, SafetensorsWriter
-from ..tensors import CODES
 from ..tokenizer import Tokenizer
-from .output import copy_extras, write_config, write_tokenizer
-from .progress import progress
+from .job import Job, run
+from .measure import Measurement
+from .needs import check_disk, check_memory
 from .sources import Source, open_source
-from .streaming import outputs, transformed
-from .verify import check_copy, check_folder, check_forward
 
 DTYPES = ("bfloat16", "float16", "float32")
 _LARGE_MODEL_DIM = 3072  # 3B: its activations leave float16's range (apple/corenet mlx_examples/open_elm/README.md)
 _MAX_PADDING_ROWS = 256  # CoreNet pads the vocabulary to a multiple of 128, the padding id included
-_OTHER_FILES_BYTES = 8 * 2**20  # tokenizer, licence, configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to convert.
+
+    dtype: of the unquantised weights, and of the scales. quantize: pack matrices with `q_bits` in groups of
+    `q_group_size` (None: the mode's defaults), embeddings with `embedding_bits` (16: not at all).
+    tokenizer: a file, folder or Hub id. config: a CoreNet YAML or a config.json, where the source has none.
+    instruct: whether to write a chat template; None asks the source's name and its folder.
+    measure: compare what the new weights predict with what the source's predict.
+    upload_repo: a Hub repository (your-name/model-name) that gets the folder; `upload_dry_run` only prints what would
+    be sent.
+    """
+
+    dtype: str = "bfloat16"
+    quantize: bool = False
+    q_bits: int | None = None
+    q_group_size: int | None = None
+    q_mode: str = "affine"
+    embedding_bits: int = 8
+    tokenizer: str | None = None
+    config: str | Path | None = None
+    revision: str | None = None
+    force: bool = False
+    keep_vocab_padding: bool = False
+    instruct: bool | None = None
+    offline: bool = False
+    measure: bool = False
+    upload_repo: str | None = None
+    upload_private: bool = False
+    upload_dry_run: bool = False
+
+    @property
+    def settings(self) -> QuantizationSettings | None:
+        """Raises ConfigError for bits, a group or a mode that do not go together."""
+        return QuantizationSettings.of(self.q_mode, self.q_bits, self.q_group_size) if self.quantize else None
+
+    def planned(self, config: OpenELMConfig) -> Quantization | None:
+        """What is done to every matrix. Raises ConfigError when there is nothing that can be packed."""
+        settings = self.settings
+        if settings is None:
+            return None
+        quantization = plan(config, settings, self.embedding_bits)
+        if not quantization.modules:
+            raise ConfigError(
+                f"no row of this model is made up of whole groups of {settings.group_size}; nothing to quantize"
+            )
+        return quantization
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What was made. `nbytes` counts the weights; `seconds` everything, downloads included."""
+    """What was made. `nbytes` counts the weights; `seconds` everything but an upload, downloads included."""
 
     path: Path
     parameters: int
@@ -40,135 +90,127 @@ class ConversionSummary:
     dtype: str
     quantization: Quantization | None
     instruct: bool
+    measured: Measurement | None = None
+    uploaded: str | None = None  # the address
 
 
-def convert(
-    source: str | Path,
-    mlx_path: str | Path = "mlx_model",
-    *,
-    dtype: str = "bfloat16",
-    quantize: bool = False,
-    q_bits: int | None = None,
-    q_group_size: int | None = None,
-    q_mode: str = "affine",
-    embedding_bits: int = 8,
-    tokenizer: str | None = None,
-    config: str | Path | None = None,
-    revision: str | None = None,
-    force: bool = False,
-    keep_vocab_padding: bool = False,
-    instruct: bool | None = None,
-    offline: bool = False,
-) -> ConversionSummary:
-    """Convert a folder, a file, a Hub id or `tiny` into the model folder `mlx_path`.
+def convert(source: str | Path, mlx_path: str | Path = "mlx_model", **options: Any) -> ConversionSummary:
+    """Convert a folder, a file, a Hub id or `tiny` into the model folder `mlx_path`; `options` are those of `Options`.
 
-    dtype: of the unquantised weights, and of the scales. quantize: pack matrices with `q_bits` in groups of
-    `q_group_size` (None: the mode's defaults), embeddings with `embedding_bits` (16: not at all).
-    tokenizer: a file, folder or Hub id. config: a CoreNet YAML or a config.json, where the source has none.
-    instruct: whether to write a chat template; None asks the source's name and its folder.
     Raises an OpenELMError with one line; the target then is as it was before.
     """
-    started = time.perf_counter()
-    settings = QuantizationSettings.of(q_mode, q_bits, q_group_size) if quantize else None
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be {', '.join(DTYPES)}; got {dtype!r}")
-    target, name = Path(mlx_path).expanduser(), str(source)
-    check_target(target, force=force)
-    path = resolve_model(name, revision=revision, offline=offline)
-    _check_apart(target, path)
-    opened = open_source(path, None if config is None else Path(config))
-    _check_unquantized(opened)
-    _check_range(opened, dtype, force)
-    found = find_tokenizer(tokenizer, path, vocab_size=opened.config.vocab_size, offline=offline)
-    opened = _fit_vocabulary(opened, found, keep_vocab_padding)
-    job = _Job.of(
-        opened,
-        found,
-        is_instruct(name, opened.folder) if instruct is None else instruct,
-        dtype,
-        None if settings is None else _plan(opened, settings, embedding_bits),
-    )
-    job.run(target, force)
-    return job.summary(target, time.perf_counter() - started)
+    (summary,) = _convert(source, [Path(mlx_path)], [Options(**options)])
+    return summary
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One model from its source into a folder."""
+def convert_all(
+    source: str | Path, mlx_path: str | Path = "mlx_model", *, q_bits: Sequence[int], **options: Any
+) -> list[ConversionSummary]:
+    """Several quantisations from one read of the source: `mlx_path` with "-4bit", "-8bit" and so on behind it.
 
-    source: Source
-    tokenizer: Path
-    instruct: bool
-    dtype: str
-    quantization: Quantization | None
-    outputs: dict[str, list[PlannedTensor]]  # source tensor -> what is written for it
+    The name of `upload_repo` gets the same endings. All folders appear, or none.
+    """
+    if not q_bits or len(set(q_bits)) != len(q_bits):
+        raise ConfigError(f"expected different numbers of bits, got {list(q_bits)}")
+    common, path = Options(**options, quantize=True), Path(mlx_path)
+    repo = common.upload_repo
+    each = [replace(common, q_bits=bits, upload_repo=None if repo is None else f"{repo}-{bits}bit") for bits in q_bits]
+    return _convert(source, [path.with_name(f"{path.name}-{bits}bit") for bits in q_bits], each)
 
-    @classmethod
-    def of(
-        cls, source: Source, tokenizer: Path, instruct: bool, dtype: str, quantization: Quantization | None
-    ) -> "_Job":
-        in_order = {name: source.tensors[name] for name in source.config.parameter_shapes()}
-        return cls(source, tokenizer, instruct, dtype, quantization, outputs(in_order, dtype, quantization))
 
-    @property
-    def plan(self) -> list[PlannedTensor]:
-        return [tensor for group in self.outputs.values() for tensor in group]
+def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options]) -> list[ConversionSummary]:
+    """One folder for each of the options, which differ in their quantisation alone."""
+    started, options, name = time.perf_counter(), each[0], str(source)
+    targets = [path.expanduser() for path in paths]
+    _check_options(targets, each)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.plan)
+    def before_weights(folder: Path, download_bytes: int) -> None:
+        if options.config is None:
+            config = OpenELMConfig.from_file(folder / "config.json")
+            quantizations = [one.planned(config) for one in each]
+            check_memory(config, len(each))
+            find_tokenizer(options.tokenizer, folder, vocab_size=config.vocab_size, offline=options.offline)
+            check_disk(targets[0], config, options.dtype, quantizations, cache=folder, download_bytes=download_bytes)
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether no value changes."""
-        dtypes = {tensor.dtype for tensor in self.source.tensors.values()}
-        return self.quantization is None and dtypes == {CODES[self.dtype]}
-
-    def run(self, target: Path, force: bool) -> None:
-        """Write, verify, and only then give the folder its name."""
-        check_space(target, self.nbytes + _OTHER_FILES_BYTES)
-        with new_folder(target, force=force) as folder, SafetensorsWriter(folder, self.plan) as writer:
-            self.write(writer)
-            writer.start_sync()  # the disk works while the rest is done
-            self.write_others(folder)
-            self.verify(folder)
-
-    def write(self, writer: SafetensorsWriter) -> None:
-        tensors = {name: self.source.tensors[name] for name in self.outputs}
-        with progress("writing", self.nbytes) as tick:
-            for name, block in transformed(tensors, self.dtype, self.quantization):
-                for planned, rows in zip(self.outputs[name], block, strict=True):
-                    writer.append(planned.name, rows)
-                tick(sum(rows.nbytes for rows in block))
-
-    def write_others(self, folder: Path) -> None:
-        source, config = self.source, self.source.config
-        write_config(folder, config, self.dtype, self.quantization)
-        context = config.max_context_length
-        write_tokenizer(folder, self.tokenizer, source.folder, instruct=self.instruct, max_length=context)
-        copy_extras(folder, source.path, config)
-
-    def verify(self, folder: Path) -> None:
-        config = self.source.config
-        written = check_folder(folder, self.plan, config, self.quantization)
-        with progress("verifying", self.nbytes) as tick:
-            if self.is_copy:
-                check_copy(self.source.tensors, written, tick)
-            else:
-                check_forward(written, config, self.quantization, self.dtype, tick)
-
-    def summary(self, target: Path, seconds: float) -> ConversionSummary:
-        parameters = self.source.config.num_parameters()
-        bits = 8 * self.nbytes / parameters
-        return ConversionSummary(
-            target, parameters, bits, self.nbytes, seconds, self.dtype, self.quantization, self.instruct
+    is_remote = is_hub_id(name)
+    path = resolve_model(name, revision=options.revision, offline=options.offline, before_weights=before_weights)
+    _check_apart(targets, path)
+    opened, found = _checked_source(path, options)
+    check_memory(opened.config, len(each))
+    instruct = is_instruct(name, opened.folder) if options.instruct is None else options.instruct
+    jobs = [
+        Job.of(
+            target,
+            opened,
+            found,
+            instruct=instruct,
+            dtype=one.dtype,
+            quantization=one.planned(opened.config),
+            base_model=name if is_remote else None,
+            upload_repo=one.upload_repo,
         )
+        for target, one in zip(targets, each, strict=True)
+    ]
+    distances = run(jobs, force=options.force, measured=options.measure)
+    seconds = time.perf_counter() - started
+    return [
+        _summary(job, distance, seconds, _upload(job.target, one))
+        for job, distance, one in zip(jobs, distances, each, strict=True)
+    ]
 
 
-def _check_apart(target: Path, source: Path) -> None:
+def _check_options(targets: Sequence[Path], each: Sequence[Options]) -> None:
+    """What needs no look at the source."""
+    for target, options in zip(targets, each, strict=True):
+        _ = options.settings
+        if options.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be {', '.join(DTYPES)}; got {options.dtype!r}")
+        check_target(target, force=options.force)
+        if options.upload_repo is not None:
+            check_upload(options.upload_repo, dry_run=options.upload_dry_run)
+
+
+def _checked_source(path: Path, options: Options) -> tuple[Source, Path]:
+    """The source, known to be convertible, and where its tokenizer is."""
+    opened = open_source(path, None if options.config is None else Path(options.config))
+    _check_unquantized(opened)
+    _check_range(opened, options.dtype, options.force)
+    vocab_size = opened.config.vocab_size
+    found = find_tokenizer(options.tokenizer, path, vocab_size=vocab_size, offline=options.offline)
+    return _fit_vocabulary(opened, found, options.keep_vocab_padding), found
+
+
+def _summary(job: Job, measured: Measurement | None, seconds: float, uploaded: str | None) -> ConversionSummary:
+    parameters = job.config.num_parameters()
+    return ConversionSummary(
+        job.target,
+        parameters,
+        8 * job.nbytes / parameters,
+        job.nbytes,
+        seconds,
+        job.dtype,
+        job.quantization,
+        job.instruct,
+        measured,
+        uploaded,
+    )
+
+
+def _upload(folder: Path, options: Options) -> str | None:
+    """The address of the uploaded folder, whose card was written with it."""
+    if options.upload_repo is None:
+        return None
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    return upload(
+        folder, options.upload_repo, card=card, dry_run=options.upload_dry_run, private=options.upload_private
+    )
+
+
+def _check_apart(targets: Sequence[Path], source: Path) -> None:
     """Writing over what is being read would lose it."""
-    if source.resolve().is_relative_to(target.resolve()):
-        raise OutputError(f"{target} is (or holds) the source itself; choose another folder with -o")
+    for target in targets:
+        if source.resolve().is_relative_to(target.resolve()):
+            raise OutputError(f"{target} is (or holds) the source itself; choose another folder with -o")
 
 
 def _check_unquantized(source: Source) -> None:
@@ -198,12 +240,3 @@ def _fit_vocabulary(source: Source, tokenizer: Path, keep_padding: bool) -> Sour
             "name the model's own tokenizer with --tokenizer, or keep all rows with --keep-vocab-padding"
         )
     return source.with_vocabulary(pieces)
-
-
-def _plan(source: Source, settings: QuantizationSettings, embedding_bits: int) -> Quantization:
-    quantization = plan(source.config, settings, embedding_bits)
-    if not quantization.modules:
-        raise ConfigError(
-            f"no row of this model is made up of whole groups of {settings.group_size}; nothing to quantize"
-        )
-    return quantization

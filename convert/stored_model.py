@@ -1,6 +1,6 @@
 """A model that computes from its files: a few megabytes of a weight are in memory at a time, however large it is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import OpenELMConfig
 from ..model import TransformerBlock
-from ..quantize import Quantization, QuantizationSettings
+from ..quantize import EMBEDDINGS, Quantization, QuantizationSettings
 from ..tensors import StoredTensor, to_mlx
 from .blocks import in_threads, row_ranges
 from .streaming import Tick, in_turn
@@ -25,9 +25,32 @@ class StoredModel:
         self._tensors, self._tick = tensors, tick
         self._modules = quantization.modules if quantization else {}
 
+    def logits(
+        self,
+        config: OpenELMConfig,
+        tokens: Sequence[int],
+        dtype: str,
+        check: Callable[[mx.array, str], None] = lambda values, where: None,
+    ) -> mx.array:
+        """What the model predicts after each token, (L, V), computed in `dtype`.
+
+        `check` is shown everything on the way: (values, what gave them).
+        """
+        embedding, head = EMBEDDINGS
+        hidden = self.embed(embedding, tokens).astype(getattr(mx, dtype))[None]  # (1, L, E)
+        check(hidden, "the embedding")
+        for i in range(config.num_transformer_layers):
+            hidden = self.block(config, i)(hidden)
+            check(hidden, f"layer {i} (of 0 to {config.num_transformer_layers - 1})")
+            mx.eval(hidden)
+        hidden = mx.fast.rms_norm(hidden, self.vector("transformer.norm.weight"), config.rms_norm_eps)
+        logits = self.linear(embedding if config.share_input_output_layers else head)(hidden)
+        check(logits, "the output head")
+        return logits[0]
+
     def vector(self, name: str) -> mx.array:
         """A small tensor, whole."""
-        return to_mlx(self._tensors[name].read(), self._tensors[name].dtype)
+        return _array(self._tensors[name].read(), self._tensors[name].dtype)
 
     def embed(self, path: str, tokens: Sequence[int]) -> mx.array:
         """Embeddings of the tokens, (L, E)."""
@@ -86,7 +109,12 @@ def _read(parts: Sequence[StoredTensor], start: int, stop: int) -> list[np.ndarr
 
 
 def _to_mlx(parts: Sequence[StoredTensor], rows: Sequence[np.ndarray]) -> list[mx.array]:
-    return [to_mlx(values, part.dtype) for part, values in zip(parts, rows, strict=True)]
+    return [_array(values, part.dtype) for part, values in zip(parts, rows, strict=True)]
+
+
+def _array(values: np.ndarray, code: str) -> mx.array:
+    """No Metal GPU has float64."""
+    return to_mlx(values.astype(np.float32), "F32") if code == "F64" else to_mlx(values, code)
 
 
 def _product(x: mx.array, block: Sequence[mx.array], settings: QuantizationSettings | None) -> tuple[mx.array]:

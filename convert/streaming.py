@@ -1,11 +1,12 @@
-"""Tensors on their way to a new folder, a few megabytes at a time: copied, cast, or packed, and checked for infinities.
+"""Tensors on their way to new folders, a few megabytes at a time: copied, cast, or packed, and checked for infinities.
 
 A model is never in memory: tensors are read in row blocks, and MLX works on some while others are read and written.
+Several quantisations of one source share a read.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -19,7 +20,8 @@ from .blocks import in_threads, is_finite, row_ranges
 
 Tick = Callable[[int], None]  # told how many bytes were done
 Job = Callable[[], tuple[mx.array, ...]]
-Block = tuple[mx.array, ...] | tuple[np.ndarray, ...]
+Rows = tuple[np.ndarray, ...]  # (weight,) or (weight, scales[, biases])
+Block = tuple[mx.array, ...] | Rows
 _BLOCKS_AHEAD = 2
 
 
@@ -30,42 +32,49 @@ def outputs(
 
     Raises CheckpointError for a tensor that is not floating-point.
     """
-    planned = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATING:
             raise CheckpointError(f"{name} holds {mlx_name(tensor.dtype)}, expected floating-point weights")
-        module, code = name.removesuffix(".weight"), CODES[dtype]
-        settings = quantization.modules.get(module) if quantization else None
-        parts = settings.packed(tensor.shape, code) if settings else {"weight": (code, tensor.shape)}
-        planned[name] = [PlannedTensor(f"{module}.{suffix}", *part) for suffix, part in parts.items()]
-    return planned
+    return planned({name: tensor.shape for name, tensor in tensors.items()}, dtype, quantization)
+
+
+def planned(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, quantization: Quantization | None
+) -> dict[str, list[PlannedTensor]]:
+    """The same from shapes alone, which are known before the weights are there."""
+    result, code = {}, CODES[dtype]
+    for name, shape in shapes.items():
+        settings, module = _settings(quantization, name), name.removesuffix(".weight")
+        parts = settings.packed(shape, code) if settings else {"weight": (code, shape)}
+        result[name] = [PlannedTensor(f"{module}.{suffix}", *part) for suffix, part in parts.items()]
+    return result
 
 
 def transformed(
-    tensors: Mapping[str, StoredTensor], dtype: str, quantization: Quantization | None
-) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
-    """Tensor by tensor, row block by row block: its name, and what is written: (weight,) or (weight, scales[, biases]).
+    tensors: Mapping[str, StoredTensor], dtype: str, quantizations: Sequence[Quantization | None]
+) -> Iterator[tuple[str, list[Rows]]]:
+    """Tensor by tensor, row block by row block: its name, and what each of `quantizations` writes for these rows.
 
     Raises CheckpointError for a value that is infinite or not a number, or becomes so in the new dtype.
     """
-    modules = quantization.modules if quantization else {}
     reads = (
         partial(_read, name, tensor, start, stop)
         for name, tensor in tensors.items()
         for start, stop in row_ranges(tensor)
     )
-    begun: deque[tuple[str, Block]] = deque()
+    begun: deque[tuple[str, dict[QuantizationSettings | None, Block]]] = deque()
     for i, (name, rows) in enumerate(in_threads(reads)):
-        settings = modules.get(name.removesuffix(".weight"))
-        if tensors[name].dtype == CODES[dtype] and settings is None:
-            block: Block = (rows,)
-        else:
-            block = _begin(i, partial(_computed, rows, tensors[name].dtype, dtype, settings))
-        begun.append((name, block))
+        code, blocks = tensors[name].dtype, {}
+        for settings in {_settings(quantization, name) for quantization in quantizations}:
+            if code == CODES[dtype] and settings is None:
+                blocks[settings] = (rows,)
+            else:
+                blocks[settings] = _begin(i, partial(_computed, rows, code, dtype, settings))
+        begun.append((name, blocks))
         if len(begun) > _BLOCKS_AHEAD:
-            yield _finished(*begun.popleft(), dtype)
+            yield _finished(*begun.popleft(), dtype, quantizations)
     while begun:
-        yield _finished(*begun.popleft(), dtype)
+        yield _finished(*begun.popleft(), dtype, quantizations)
 
 
 def in_turn(jobs: Iterable[Job]) -> Iterator[tuple[mx.array, ...]]:
@@ -76,6 +85,10 @@ def in_turn(jobs: Iterable[Job]) -> Iterator[tuple[mx.array, ...]]:
         if len(begun) > _BLOCKS_AHEAD:
             yield begun.popleft()
     yield from begun
+
+
+def _settings(quantization: Quantization | None, name: str) -> QuantizationSettings | None:
+    return quantization.modules.get(name.removesuffix(".weight")) if quantization else None
 
 
 def _begin(i: int, job: Job) -> tuple[mx.array, ...]:
@@ -114,15 +127,25 @@ def _computed(rows: np.ndarray, code: str, dtype: str, settings: QuantizationSet
     return tuple(mx.quantize(values, **settings.to_dict())) if settings else (values,)
 
 
-def _finished(name: str, block: Block, dtype: str) -> tuple[str, tuple[np.ndarray, ...]]:
+def _finished(
+    name: str,
+    blocks: Mapping[QuantizationSettings | None, Block],
+    dtype: str,
+    quantizations: Sequence[Quantization | None],
+) -> tuple[str, list[Rows]]:
+    rows = {settings: _to_numpy(name, block, dtype) for settings, block in blocks.items()}
+    return name, [rows[_settings(quantization, name)] for quantization in quantizations]
+
+
+def _to_numpy(name: str, block: Block, dtype: str) -> Rows:
     """The block as numpy arrays. Those that MLX computed are checked: the new dtype may be too narrow."""
     copied = tuple(part for part in block if isinstance(part, np.ndarray))
     if copied:
-        return name, copied
+        return copied
     computed = [part for part in block if isinstance(part, mx.array)]
     mx.eval(*computed)  # waits without holding Python's lock, so that reading goes on
     arrays = tuple(map(from_mlx, computed))
     for part, values in zip(computed, arrays, strict=True):
         if mx.issubdtype(part.dtype, mx.floating) and not is_finite(values, CODES[dtype]):
             raise CheckpointError(f"{name} has values beyond the range of {dtype}; choose another --dtype")
-    return name, arrays
+    return arrays

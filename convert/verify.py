@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..config import OpenELMConfig, read_json_object
 from ..errors import RunFailedError
-from ..quantize import EMBEDDINGS, Quantization, detect
+from ..quantize import Quantization, detect
 from ..safetensors_file import read_folder
 from ..safetensors_writer import PlannedTensor
 from ..tensors import StoredTensor
@@ -55,28 +55,18 @@ def check_forward(
     tick: Tick,
 ) -> None:
     """Raise RunFailedError, naming the layer, unless activations and logits are finite."""
-    stored = StoredModel(written, quantization, tick)
-    tokens = _prompt(config, _TOKENS[dtype])
-    embedding, head = EMBEDDINGS
-    hidden = stored.embed(embedding, tokens).astype(getattr(mx, dtype))[None]  # (1, L, E)
-    _check_finite(hidden, "the embedding", dtype)
-    for i in range(config.num_transformer_layers):
-        hidden = stored.block(config, i)(hidden)
-        _check_finite(hidden, f"layer {i} (of 0 to {config.num_transformer_layers - 1})", dtype)
-    hidden = mx.fast.rms_norm(hidden, stored.vector("transformer.norm.weight"), config.rms_norm_eps)
-    logits = stored.linear(embedding if config.share_input_output_layers else head)(hidden)
-    _check_finite(logits, "the output head", dtype)
+
+    def check(values: mx.array, where: str) -> None:
+        if not mx.all(mx.isfinite(values)).item():
+            raise RunFailedError(
+                f"{where} gives values that are infinite or not a number in {dtype}: "
+                "its range is too small for this model, or the weights are damaged; try --dtype bfloat16 or float32"
+            )
+
+    StoredModel(written, quantization, tick).logits(config, _prompt(config, _TOKENS[dtype]), dtype, check)
 
 
 def _prompt(config: OpenELMConfig, length: int) -> list[int]:
     """BOS, where activations are largest by far, then ids from all over the vocabulary."""
     step = max(1, config.vocab_size // length)
     return [min(config.bos_token_id, config.vocab_size - 1), *range(step, config.vocab_size, step)][:length]
-
-
-def _check_finite(values: mx.array, where: str, dtype: str) -> None:
-    if not mx.all(mx.isfinite(values)).item():
-        raise RunFailedError(
-            f"{where} gives values that are infinite or not a number in {dtype}: "
-            "its range is too small for this model, or the weights are damaged; try --dtype bfloat16 or float32"
-        )

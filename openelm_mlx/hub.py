@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .errors import CheckpointError, HubError, TokenizerError
-from .hub_download import cached_folder, discard, download, is_whole_model, model_files, say, sha256_of
+from .hub_download import BeforeWeights, cached_folder, discard, download, is_whole_model, model_files, say, sha256_of
 from .hub_errors import UnavailableError, Wanted, ask
 
 BUNDLED_MODEL = Path(__file__).parent / "data" / "tiny"
@@ -24,11 +24,14 @@ _GATED_LLAMA = "meta-llama/Llama-2-7b-hf"
 _OPEN_LLAMA = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"  # has the same file, for everyone
 
 
-def resolve_model(name: str, *, revision: str | None = None, offline: bool = False) -> Path:
+def resolve_model(
+    name: str, *, revision: str | None = None, offline: bool = False, before_weights: BeforeWeights | None = None
+) -> Path:
     """The folder (or file) on this disk that a model's name means; downloaded when it must be.
 
     An existing path wins, then `tiny`, then a Hub id. Raises CheckpointError for a name that is none of them, HubError
-    when the Hub does not deliver, or may not be asked (`offline`, HF_HUB_OFFLINE).
+    when the Hub does not deliver, or may not be asked (`offline`, HF_HUB_OFFLINE). A download shows `before_weights`
+    its configuration first: (folder, bytes of weights to come); what that raises ends it.
     """
     path = _on_disk(name)
     if path is not None:
@@ -39,7 +42,12 @@ def resolve_model(name: str, *, revision: str | None = None, offline: bool = Fal
         raise CheckpointError(f"{name!r} is neither a file or folder here nor a Hub id (org/name): check the spelling")
     needs = "config.json with *.safetensors or pytorch_model*.bin"
     wanted = Wanted(name, needs, "or name a local folder", revision or "main")
-    return _from_hub(wanted, is_whole_model, model_files, offline)
+    return _from_hub(wanted, is_whole_model, model_files, offline, before_weights)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `resolve_model` takes a name for a repository's."""
+    return _on_disk(name) is None and _HUB_ID.fullmatch(name) is not None
 
 
 def find_tokenizer(explicit: str | None, source: Path | None, *, vocab_size: int, offline: bool = False) -> Path:
@@ -69,22 +77,29 @@ def _on_disk(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         exists = bool(name) and path.exists()
+        dangling = path.is_symlink() and not exists
     except (OSError, RuntimeError):  # too long for a path; a home directory that nobody has
         return None
+    if dangling:
+        raise CheckpointError(f"{path} is a link to {path.readlink()}, which is not there: restore that, or the link")
     if exists:
         return path
     return BUNDLED_MODEL if name == "tiny" else None
 
 
 def _from_hub(
-    wanted: Wanted, is_whole: Callable[[Path], bool], choose: Callable[[Sequence[str]], list[str]], offline: bool
+    wanted: Wanted,
+    is_whole: Callable[[Path], bool],
+    choose: Callable[[Sequence[str]], list[str]],
+    offline: bool,
+    before_weights: BeforeWeights | None = None,
 ) -> Path:
     folder = cached_folder(wanted.repo, wanted.revision)
     if folder is not None and is_whole(folder):
         return folder
     if _is_offline(offline):
         raise HubError(f"{wanted} is not in the Hub cache and offline was asked for: go online once, {wanted.way_out}")
-    return download(wanted, choose)
+    return download(wanted, choose, before_weights)
 
 
 def _is_offline(offline: bool) -> bool:

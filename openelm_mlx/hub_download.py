@@ -35,6 +35,8 @@ _ANSWER_TIMEOUT_S = 10.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 22
 
+BeforeWeights = Callable[[Path, int], None]  # a snapshot without its weights, and how many bytes of them will come
+
 
 def cached_folder(repo: str, revision: str = "main") -> Path | None:
     """The cached snapshot of a branch, tag or commit, whole or not; None where there is none."""
@@ -69,10 +71,13 @@ def is_whole_model(folder: Path) -> bool:
     return "config.json" in names and bool(shards) and listed <= set(names)
 
 
-def download(wanted: Wanted, choose: Callable[[Sequence[str]], list[str]]) -> Path:
+def download(
+    wanted: Wanted, choose: Callable[[Sequence[str]], list[str]], before_weights: BeforeWeights | None = None
+) -> Path:
     """Fetch what `choose` picks from the repository's file names; return the snapshot that has it all.
 
-    Raises HubError; UnavailableError where the repository, or the files needed, are not to be had.
+    Raises HubError, also when the cache's volume has too little room; UnavailableError where the repository, or the
+    files needed, are not to be had.
     """
     from huggingface_hub import HfApi
 
@@ -88,8 +93,13 @@ def download(wanted: Wanted, choose: Callable[[Sequence[str]], list[str]]) -> Pa
     if missing:
         size = sum(data.size or 0 for data in metadata)
         count = f"{len(missing)} file{'s' if len(missing) > 1 else ''}"
+        _check_room(wanted, size, [data.etag or "" for data in metadata])
         say(f"downloading {wanted.repo} ({wanted.revision}): {count}, {_human(size)}")
+    weights = [data.size or 0 for file, data in zip(missing, metadata, strict=True) if _is_weight(file.file)]
     for file, data in zip(missing, metadata, strict=True):
+        if before_weights is not None and _is_weight(file.file):
+            before_weights(folder, sum(weights))
+            before_weights = None
         _fetch(file, commit, data.etag or "")
     ask(lambda: _write_ref(wanted, commit), wanted)
     return folder
@@ -158,6 +168,27 @@ def _fetch(file: Wanted, commit: str, etag: str) -> None:
     if not intact:
         discard(path)
         raise HubError(f"{file} arrived damaged (its SHA-256 is not the Hub's), deleted: run again, {file.way_out}")
+
+
+def _is_weight(name: str) -> bool:
+    return any(fnmatchcase(name, shards) for _, shards in _WEIGHTS)
+
+
+def _check_room(wanted: Wanted, size: int, etags: Sequence[str]) -> None:
+    """Raise HubError when the cache cannot hold what will come; what an interrupted transfer left counts as there."""
+    import shutil
+
+    storage = _storage(wanted.repo)
+    parent = next((folder for folder in (storage, *storage.absolute().parents) if folder.is_dir()), None)
+    if parent is None:
+        return
+    begun = [file for etag in etags if etag for file in (storage / "blobs").glob(f"{etag}*.incomplete")]
+    needed, free = size - sum(file.stat().st_size for file in begun), shutil.disk_usage(parent).free
+    if free < needed:
+        raise HubError(
+            f"{wanted.repo} needs {_human(needed)} in the Hub cache, {parent} has {_human(free)} free: "
+            f"make room, or move the cache with HF_HOME, {wanted.way_out}"
+        )
 
 
 def _write_ref(wanted: Wanted, commit: str) -> None:

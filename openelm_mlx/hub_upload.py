@@ -7,6 +7,7 @@ huggingface_hub does the transfer. Its `upload_folder` may take several commits,
 half a model, and needs the card in the folder; hence `create_commit`.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,9 +36,12 @@ _REFUSALS = {
 }
 
 
-def check_upload(repo: str) -> None:
+def check_upload(repo: str, *, dry_run: bool = False) -> None:
     """Raise HubError if an upload to a repository cannot succeed, before the work for it is done."""
-    _check_login(repo, "or leave --upload-repo out")
+    if dry_run:
+        _check_name(repo)
+    else:
+        _check_login(repo, "or leave --upload-repo out")
 
 
 def upload(folder: Path, repo: str, *, card: str, dry_run: bool, private: bool = False) -> str:
@@ -54,7 +58,8 @@ def upload(folder: Path, repo: str, *, card: str, dry_run: bool, private: bool =
     if dry_run:
         print(_plan(files, repo, card, private))
         return address
-    way_out = f"the model itself is done, in {folder}"
+    again = f"hf upload {shlex.quote(repo)} {shlex.quote(str(folder))} .{' --private' if private else ''}"
+    way_out = f"the model itself is done, in {folder}; upload it later with `{again}`"
     _check_login(repo, way_out)
     api = HfApi()
     _ask(lambda: api.create_repo(repo, private=private, exist_ok=True), repo, way_out)

@@ -16,8 +16,12 @@ def model_card(
     dtype: str,
     quantization: Quantization | None,
     nbytes: int,
+    measured: str | None = None,
 ) -> str:
-    """README.md for a converted model. `base_model` is the Hub id it was made from, if it was; `nbytes` its weights."""
+    """README.md for a converted model. `base_model` is the Hub id it was made from, if it was; `nbytes` its weights.
+
+    `measured`: how far it is from what it was made from, if that was measured.
+    """
     origin = "An OpenELM" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
     parameters = config.num_parameters()
     return f"""{_front_matter(base_model)}
@@ -33,7 +37,7 @@ def model_card(
 | weights | {_weights(dtype, quantization)} |
 | bits per weight | {8 * nbytes / parameters:.2f} |
 | size | {nbytes:,} bytes |
-
+{"" if measured is None else f"| measured | {measured} |"}
 ## Use
 
 With openelm-mlx:

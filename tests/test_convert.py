@@ -25,7 +25,7 @@ from openelm_mlx import atomic
 from openelm_mlx.checkpoint import load_model
 from openelm_mlx.cli import main
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.convert import command, conversion, convert
+from openelm_mlx.convert import command, conversion, convert, job
 from openelm_mlx.convert.blocks import BLOCK_BYTES
 from openelm_mlx.convert.streaming import transformed
 from openelm_mlx.errors import (
@@ -411,15 +411,15 @@ class TestVerification:
             convert(write_hub(tmp_path / "source", big, tiny_config()), out, dtype="float16")
 
     def test_a_disk_that_loses_bytes_is_noticed(self, out, monkeypatch):
-        def spoil_after(self, folder):
+        def spoil_before(self, folder):
             file = next(folder.glob("*.safetensors"))
             content = bytearray(file.read_bytes())
             content[-1] ^= 1
             file.write_bytes(content)
-            verify(self, folder)
+            return verify(self, folder)
 
-        verify = conversion._Job.verify
-        monkeypatch.setattr(conversion._Job, "verify", spoil_after)
+        verify = job.Job.verify
+        monkeypatch.setattr(job.Job, "verify", spoil_before)
         with pytest.raises(RunFailedError, match="on disk differs from the source"):
             convert("tiny", out)
         assert not out.parent.exists()
@@ -428,7 +428,7 @@ class TestVerification:
         def interrupted(*arguments):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("openelm_mlx.convert.conversion.copy_extras", interrupted)
+        monkeypatch.setattr("openelm_mlx.convert.job.copy_extras", interrupted)
         with pytest.raises(KeyboardInterrupt):
             convert("tiny", out)
         assert entries(tmp_path) == []
@@ -447,7 +447,7 @@ class TestMemory:
         tensors = {"a.weight": StoredTensor("a.weight", "F32", (rows, width), read_rows)}
         quantization = settings and Quantization(settings, {"a": settings})
         seen = 0
-        for name, (values, *_) in transformed(tensors, "bfloat16", quantization):
+        for name, [(values, *_)] in transformed(tensors, "bfloat16", [quantization]):
             assert name == "a.weight"
             seen += len(values)
         assert seen == rows

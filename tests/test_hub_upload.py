@@ -191,7 +191,9 @@ def test_each_refusal_has_its_own_line(hub, folder, capfd, failure):
     hub.failures[REPO] = failure
     message = error_of(send, folder)
     assert re.search(REASONS[failure], message)
-    assert message.endswith(f", the model itself is done, in {folder}")
+    assert message.endswith(
+        f", the model itself is done, in {folder}; upload it later with `hf upload {REPO} '{folder}' .`"
+    )
     assert hub.commits == []
     assert "secret" not in "".join(capfd.readouterr())
 
