@@ -1,12 +1,13 @@
 """What torch.save writes, written without torch: checkpoints for tests, honest ones and hostile ones.
 
+The product's own PickleEncoder, and what it must never write.
+
     write_torch_file(path, {"weight": np.zeros((2, 3), np.float32), "bias": BFloat16(bits)})
 
 Dictionaries, OrderedDicts, lists, tuples and plain values may be nested; arrays become tensors. `View` and `Opcodes`
 put into a file what no honest one holds; `pickle_of` and `write_records` give the parts.
 """
 
-import pickle
 import struct
 import zipfile
 from collections import OrderedDict
@@ -17,18 +18,8 @@ from typing import Any
 
 import numpy as np
 
-STORAGE_NAMES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-}
+from openelm_mlx.convert.torch_writer import STORAGE_NAMES, PickleEncoder, named
+from openelm_mlx.tensors import CODES
 
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the format's magic number, pickled
 LITTLE_ENDIAN = {"protocol_version": 1001, "little_endian": True}
@@ -87,71 +78,47 @@ def write_records(path: Path, records: Mapping[str, bytes], compression: int = z
 
 def pickle_of(obj: Any) -> tuple[bytes, list[bytes]]:
     """The pickle (protocol 2) of `obj`, and the bytes of the storages that it refers to by their place in the list."""
-    writer = _Writer()
-    return pickle.PROTO + b"\x02" + writer.code(obj) + pickle.STOP, writer.storages
+    encoder = _Encoder()
+    return encoder.program(obj), encoder.data
 
 
-class _Writer:
+class _Encoder(PickleEncoder):
+    """Also arrays, and what no honest file holds. `data` are the bytes of the storages."""
+
     def __init__(self) -> None:
-        self.storages: list[bytes] = []
+        super().__init__()
+        self.data: list[bytes] = []
         self.keys: dict[int, str] = {}  # id of an array -> its storage: arrays used twice are stored once
         self.alive: list[Any] = []
 
-    def code(self, obj: Any) -> bytes:
-        match obj:
-            case None:
-                return pickle.NONE
-            case bool():
-                return pickle.NEWTRUE if obj else pickle.NEWFALSE
-            case int() if -(2**31) <= obj < 2**31:
-                return pickle.BININT + struct.pack("<i", obj)
-            case int():
-                size = obj.bit_length() // 8 + 1
-                return pickle.LONG1 + bytes([size]) + obj.to_bytes(size, "little", signed=True)
-            case float():
-                return pickle.BINFLOAT + struct.pack(">d", obj)
-            case str():
-                return pickle.BINUNICODE + struct.pack("<I", len(obj.encode())) + obj.encode()
+    def code(self, value: Any) -> bytes:
+        match value:
             case Opcodes():
-                return obj.code
-            case tuple():
-                return pickle.MARK + b"".join(map(self.code, obj)) + pickle.TUPLE
-            case list():
-                return pickle.EMPTY_LIST + pickle.MARK + b"".join(map(self.code, obj)) + pickle.APPENDS
-            case dict():
-                items = b"".join(self.code(key) + self.code(value) for key, value in obj.items())
-                new = _EMPTY_ORDERED if isinstance(obj, OrderedDict) else pickle.EMPTY_DICT
-                return new + pickle.MARK + items + pickle.SETITEMS
+                return value.code
             case np.ndarray():
-                strides = tuple(s // obj.itemsize for s in np.ascontiguousarray(obj).strides) if obj.ndim else ()
-                return self.code(View(obj, 0, obj.shape, strides))
+                strides = tuple(s // value.itemsize for s in np.ascontiguousarray(value).strides) if value.ndim else ()
+                return self.view(View(value, 0, value.shape, strides))
             case BFloat16():
-                strides = tuple(s // 2 for s in np.ascontiguousarray(obj.bits).strides)
-                return self.code(View(obj, 0, obj.bits.shape, strides))
+                strides = tuple(s // 2 for s in np.ascontiguousarray(value.bits).strides)
+                return self.view(View(value, 0, value.bits.shape, strides))
             case View():
-                return self._tensor(obj)
-        raise TypeError(f"no way to write a {type(obj).__name__}")
+                return self.view(value)
+        return super().code(value)
 
-    def _tensor(self, view: View) -> bytes:
+    def view(self, view: View) -> bytes:
         bits = view.storage.bits if isinstance(view.storage, BFloat16) else view.storage
         dtype = "bfloat16" if isinstance(view.storage, BFloat16) else bits.dtype.name
-        typed = dtype in STORAGE_NAMES
-        name = f"torch\n{STORAGE_NAMES[dtype]}" if typed else "torch.storage\nUntypedStorage"
-        count = bits.size if typed else bits.nbytes
-        arguments = self._storage(bits, name, count if view.count is None else view.count)
-        arguments += b"".join(map(self.code, (view.offset, view.shape, view.strides, False))) + _EMPTY_ORDERED
-        arguments += b"" if typed else f"ctorch\n{dtype}\n".encode()
-        version = 2 if typed else 3
-        call = f"ctorch._utils\n_rebuild_tensor_v{version}\n".encode()
-        return call + pickle.MARK + arguments + pickle.TUPLE + pickle.REDUCE
+        type_name = STORAGE_NAMES.get(CODES["bool_" if dtype == "bool" else dtype])
+        count = (bits.size if type_name else bits.nbytes) if view.count is None else view.count
+        storage = self.storage(self.key(bits), type_name or "torch.storage.UntypedStorage", count)
+        arguments = (view.offset, view.shape, view.strides, False, OrderedDict())
+        if type_name:
+            return self.rebuild("_rebuild_tensor_v2", storage, *arguments)
+        return self.rebuild("_rebuild_tensor_v3", storage, *arguments, Opcodes(named("torch", dtype)))
 
-    def _storage(self, values: np.ndarray, name: str, count: int) -> bytes:
+    def key(self, values: np.ndarray) -> str:
         if id(values) not in self.keys:
-            self.keys[id(values)] = str(len(self.storages))
+            self.keys[id(values)] = str(len(self.data))
             self.alive.append(values)
-            self.storages.append(np.ascontiguousarray(values).tobytes())
-        reference = ("storage", Opcodes(f"c{name}\n".encode()), self.keys[id(values)], "cpu", count)
-        return self.code(reference) + pickle.BINPERSID
-
-
-_EMPTY_ORDERED = b"ccollections\nOrderedDict\n" + pickle.EMPTY_TUPLE + pickle.REDUCE
+            self.data.append(np.ascontiguousarray(values).tobytes())
+        return self.keys[id(values)]
