@@ -33,6 +33,9 @@ _NAME = re.compile(
 )
 
 
+Shaped = dict[str, tuple[StoredTensor, tuple[int, ...]]]
+
+
 @dataclass(frozen=True)
 class AdapterPart:
     """The adapter of one matrix; `magnitude` with DoRA."""
@@ -164,7 +167,7 @@ def _parts(
 def _misshapen(path: str, part: AdapterPart, shape: tuple[int, ...], rank: int) -> list[str]:
     rows, columns = shape
     inputs, outputs = (rows, columns) if path == EMBEDDING_PATH else (columns, rows)
-    wanted = {"lora_A": (part.a, (rank, inputs)), "lora_B": (part.b, (outputs, rank))}
+    wanted: Shaped = {"lora_A": (part.a, (rank, inputs)), "lora_B": (part.b, (outputs, rank))}
     if part.magnitude is not None:
         if path == EMBEDDING_PATH:
             return [f"{path} has a DoRA magnitude, which no embedding of CoreNet's can have"]
@@ -185,13 +188,13 @@ def _training(yaml: Path | None, rank: int) -> tuple[float, float, bool] | None:
     ((r, alpha, rslora), *others) = said
     if others:
         raise ConfigError(f"{yaml}: its layers have different r, lora_alpha or use_rslora, which is not read")
-    if r != rank or type(alpha) not in (int, float) or type(rslora) is not bool:
+    if r != rank or not isinstance(alpha, int | float) or type(rslora) is not bool:
         raise ConfigError(
             f"{yaml} has r {short(r)}, lora_alpha {short(alpha)}, use_rslora {short(rslora)}; the adapter's rank is "
             f"{rank}: name the YAML of its own training"
         )
     dropout = entries[0].get("lora_dropout", 0.0)
-    return alpha, dropout if type(dropout) in (int, float) and 0 <= dropout < 1 else 0.0, rslora
+    return float(alpha), dropout if type(dropout) in (int, float) and 0 <= dropout < 1 else 0.0, rslora
 
 
 def _lora_entries(yaml: Path) -> list[Mapping[str, Any]]:

@@ -47,7 +47,7 @@ def _unpacked_shapes(tensors: Mapping[str, StoredTensor], raw: Mapping[str, Any]
     """Shapes as they were before packing: a row has as many values as its scales have groups."""
     entry = raw.get("quantization")
     group = entry.get("group_size") if isinstance(entry, Mapping) else None
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
         scales = tensors.get(f"{module}.scales")

@@ -66,7 +66,8 @@ def unpacked(name: str, parts: Sequence[StoredTensor], settings: QuantizationSet
 def _unpacked_rows(parts: Sequence[StoredTensor], settings: QuantizationSettings, start: int, stop: int) -> Array:
     import mlx.core as mx  # the other computations need numpy alone
 
-    weight, scales, *biases = (to_mlx(part.read_rows(start, stop), part.dtype) for part in parts)
-    if biases:  # floats: unpack in float32, not in the scales' sixteen bits
-        scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
-    return from_mlx(mx.dequantize(weight, scales, *biases, **settings.to_dict(), dtype=mx.float32))
+    weight, scales, *rest = (to_mlx(part.read_rows(start, stop), part.dtype) for part in parts)
+    biases = rest[0].astype(mx.float32) if rest else None
+    if rest:  # floats: unpack in float32, not in the scales' sixteen bits
+        scales = scales.astype(mx.float32)
+    return from_mlx(mx.dequantize(weight, scales, biases, **settings.to_dict(), dtype=mx.float32))

@@ -30,7 +30,7 @@ def model_state(obj: Any, where: str, *, use_ema: bool = False) -> tuple[dict[st
     if use_ema:
         if not keys or not _is_state(obj.get(_EMA)):
             raise CheckpointError(
-                f"{where} holds no moving average of the weights ({_EMA}); leave out --use-ema for the weights themselves"
+                f"{where} holds no moving average of the weights ({_EMA}); leave out --use-ema to take the weights"
             )
         return tensors_of(obj[_EMA], f"{where} ({_EMA})"), facts
     if not keys:
