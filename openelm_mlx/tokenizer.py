@@ -113,6 +113,13 @@ class Tokenizer:
         stream = self.detokenizer(continuation=continuation)
         return "".join([stream.add(token) for token in ids]) + stream.finish()
 
+    def piece(self, token: int) -> str:
+        """One id as a vocabulary writes it, to look at: "▁once", "<0x0A>", "</s>". Raises TokenizerError."""
+        check_ids([token], len(self._pieces))
+        names = {self._bos: BOS, self._eos: EOS, self._unk: UNKNOWN}
+        piece = names.get(token, self._pieces[token])
+        return f"<0x{piece[0]:02X}>" if isinstance(piece, bytes) else piece
+
     def detokenizer(self, *, continuation: bool = True) -> StreamingDetokenizer:
         """A fresh stream of text. Generation continues a prompt, so the first piece keeps its space (see `decode`)."""
         return StreamingDetokenizer(self._pieces, continuation=continuation)
