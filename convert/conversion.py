@@ -134,7 +134,7 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
 
     is_remote = is_hub_id(name)
     path = resolve_model(name, revision=options.revision, offline=options.offline, before_weights=before_weights)
-    _check_apart(targets, path)
+    check_apart(targets, path)
     opened, found = _checked_source(path, options)
     check_memory(opened.config, len(each))
     instruct = is_instruct(name, opened.folder) if options.instruct is None else options.instruct
@@ -177,7 +177,7 @@ def _checked_source(path: Path, options: Options) -> tuple[Source, Path]:
     _check_range(opened, options.dtype, options.force)
     vocab_size = opened.config.vocab_size
     found = find_tokenizer(options.tokenizer, path, vocab_size=vocab_size, offline=options.offline)
-    return _fit_vocabulary(opened, found, options.keep_vocab_padding), found
+    return fit_vocabulary(opened, found, options.keep_vocab_padding), found
 
 
 def _summary(job: Job, measured: Measurement | None, seconds: float, uploaded: str | None) -> ConversionSummary:
@@ -206,7 +206,7 @@ def _upload(folder: Path, options: Options) -> str | None:
     )
 
 
-def _check_apart(targets: Sequence[Path], source: Path) -> None:
+def check_apart(targets: Sequence[Path], source: Path) -> None:
     """Writing over what is being read would lose it."""
     for target in targets:
         if source.resolve().is_relative_to(target.resolve()):
@@ -228,7 +228,7 @@ def _check_range(source: Source, dtype: str, force: bool) -> None:
         )
 
 
-def _fit_vocabulary(source: Source, tokenizer: Path, keep_padding: bool) -> Source:
+def fit_vocabulary(source: Source, tokenizer: Path, keep_padding: bool) -> Source:
     """The model without the rows that CoreNet pads the vocabulary with, as the Hub's files are."""
     pieces = Tokenizer.from_path(tokenizer, vocab_size=source.config.vocab_size).vocab_size
     rows = source.config.vocab_size

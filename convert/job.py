@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
 
 from ..atomic import check_space, new_folder
 from ..config import OpenELMConfig
@@ -18,6 +22,20 @@ from .progress import progress
 from .sources import Source
 from .streaming import outputs, transformed
 from .verify import check_copy, check_folder, check_forward
+
+
+class Writer(Protocol):
+    """Puts tensors into a folder, in their order; all are written when `start_sync` is called."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def append(self, name: str, rows: np.ndarray) -> None: ...
+
+    def start_sync(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,10 @@ class Job:
         dtypes = {tensor.dtype for tensor in self.source.tensors.values()}
         return self.quantization is None and dtypes == {CODES[self.dtype]}
 
+    def writer(self, folder: Path) -> Writer:
+        """What puts the weights into the folder."""
+        return SafetensorsWriter(folder, self.plan)
+
     def write_others(self, folder: Path) -> None:
         """Everything but the weights."""
         write_config(folder, self.config, self.dtype, self.quantization)
@@ -110,9 +132,7 @@ def run(jobs: Sequence[Job], *, force: bool, measured: bool = False) -> list[Mea
     check_space(jobs[0].target, sum(job.nbytes + OTHER_FILES_BYTES for job in jobs))
     with ExitStack() as stack:
         folders = [stack.enter_context(new_folder(job.target, force=force)) for job in jobs]
-        writers = [
-            stack.enter_context(SafetensorsWriter(folder, job.plan)) for job, folder in zip(jobs, folders, strict=True)
-        ]
+        writers = [stack.enter_context(job.writer(folder)) for job, folder in zip(jobs, folders, strict=True)]
         _write(jobs, writers)
         for job, folder in zip(jobs, folders, strict=True):
             job.write_others(folder)  # while the disk works
@@ -123,7 +143,7 @@ def run(jobs: Sequence[Job], *, force: bool, measured: bool = False) -> list[Mea
     return distances
 
 
-def _write(jobs: Sequence[Job], writers: Sequence[SafetensorsWriter]) -> None:
+def _write(jobs: Sequence[Job], writers: Sequence[Writer]) -> None:
     first = jobs[0]
     tensors = {name: first.source.tensors[name] for name in first.outputs}
     quantizations = [job.quantization for job in jobs]

@@ -147,5 +147,5 @@ def _to_numpy(name: str, block: Block, dtype: str) -> Rows:
     arrays = tuple(map(from_mlx, computed))
     for part, values in zip(computed, arrays, strict=True):
         if mx.issubdtype(part.dtype, mx.floating) and not is_finite(values, CODES[dtype]):
-            raise CheckpointError(f"{name} has values beyond the range of {dtype}; choose another --dtype")
+            raise CheckpointError(f"{name} has values beyond the range of {dtype}; choose a wider dtype")
     return arrays

@@ -17,17 +17,18 @@ def model_card(
     quantization: Quantization | None,
     nbytes: int,
     measured: str | None = None,
+    layout: str = "MLX",
 ) -> str:
     """README.md for a converted model. `base_model` is the Hub id it was made from, if it was; `nbytes` its weights.
 
-    `measured`: how far it is from what it was made from, if that was measured.
+    `layout`: MLX or Hugging Face. `measured`: how far it is from what it was made from, if that was measured.
     """
     origin = "An OpenELM" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
     parameters = config.num_parameters()
-    return f"""{_front_matter(base_model)}
+    return f"""{_front_matter(base_model, layout)}
 # {repo}
 
-{origin} in MLX format, converted with openelm-mlx {__version__}.
+{origin} in {layout} format, converted with openelm-mlx {__version__}.
 
 | | |
 |---|---|
@@ -58,8 +59,9 @@ mlx_lm.generate --model {repo} --prompt "Once upon a time"
 """
 
 
-def _front_matter(base_model: str | None) -> str:
-    lines = ["library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx", "- openelm"]
+def _front_matter(base_model: str | None, layout: str) -> str:
+    library = "mlx" if layout == "MLX" else "transformers"
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", f"- {library}", "- openelm"]
     if base_model is not None:
         lines.append(f"base_model: {base_model}")
     if _is_apples(base_model):

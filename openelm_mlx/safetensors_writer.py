@@ -41,8 +41,15 @@ class SafetensorsWriter:
         writer.append("a.weight", rows)      # the next rows of that tensor
     """
 
-    def __init__(self, folder: Path, plan: Sequence[PlannedTensor], *, max_shard_bytes: int = MAX_SHARD_BYTES):
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        plan: Sequence[PlannedTensor],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        format: str = "mlx",
+    ):
+        self._folder, self._format = folder, format
         self._shards = shards(plan, max_shard_bytes)
         self._files: list[int] = []
         self._places: dict[str, _Place] = {}
@@ -53,7 +60,7 @@ class SafetensorsWriter:
             for name, shard in self._shards.items():
                 self._open(name, shard)
             if len(self._shards) > 1:
-                index = json.dumps(_index(self._shards), indent=2) + "\n"
+                index = json.dumps(index_of(self._shards), indent=2) + "\n"
                 (self._folder / INDEX_NAME).write_text(index, encoding="utf-8")
         except BaseException:
             self._close()
@@ -63,7 +70,7 @@ class SafetensorsWriter:
     def _open(self, name: str, shard: Sequence[PlannedTensor]) -> None:
         file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._files.append(file)
-        header, offsets = header_of(shard)
+        header, offsets = header_of(shard, self._format)
         _write_all(file, memoryview(header), 0)
         for tensor in shard:
             self._places[tensor.name] = _Place(file, len(header) + offsets[tensor.name], tensor)
@@ -138,7 +145,8 @@ def write_file(path: Path, tensors: Mapping[str, StoredTensor], *, format: str =
             file.write(tensors[name].read().tobytes())
 
 
-def _index(shards: Mapping[str, Sequence[PlannedTensor]]) -> dict[str, object]:
+def index_of(shards: Mapping[str, Sequence[PlannedTensor]]) -> dict[str, object]:
+    """The index file of these shards, as the Hub has it."""
     weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
     total_bytes = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
