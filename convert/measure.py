@@ -28,10 +28,14 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """`kl`: mean Kullback-Leibler divergence from the source's next-token distribution, in nats a token."""
+    """`kl`: mean Kullback-Leibler divergence from the source's next-token distribution, in nats a token.
+
+    `largest`: the largest difference of a logit.
+    """
 
     kl: float
     tokens: int
+    largest: float
 
     def __str__(self) -> str:
         return f"KL to the source {self.kl:.2g} nats a token ({self.tokens} tokens)"
@@ -62,7 +66,7 @@ def measure(
     """The distance of written tensors from the `expected` logits (L, V)."""
     found = np.array(StoredModel(written, quantization, tick).logits(config, tokens, dtype).astype(mx.float32))
     distances = [_kl(one, other) for one, other in zip(expected, found, strict=True)]
-    return Measurement(float(np.mean(distances)), len(tokens))
+    return Measurement(float(np.mean(distances)), len(tokens), float(np.abs(expected - found).max()))
 
 
 def _kl(expected: np.ndarray, found: np.ndarray) -> float:

@@ -161,8 +161,8 @@ def read_lora_parameters(parameters: Mapping[str, Any], faults: list[str]) -> di
     """The fields of an AdapterSpec that `lora_parameters` has; complaints are added to `faults`."""
     rank, dropout = parameters.get("rank"), parameters.get("dropout", 0.0)
     scale: float | None = None
-    rank_is_good = type(rank) is int and 0 < rank < 2**16
-    if not rank_is_good:
+    good_rank = rank if isinstance(rank, int) and not isinstance(rank, bool) and 0 < rank < 2**16 else 0
+    if not good_rank:
         faults.append(f"rank must be a whole number from 1 to 65535, got {short(rank)}")
     flags = {name: parameters.get(name, False) for name in ("rslora", "input_embedding")}
     faults += [
@@ -170,7 +170,7 @@ def read_lora_parameters(parameters: Mapping[str, Any], faults: list[str]) -> di
     ]
     try:
         given = {name: parameters.get(name) for name in ("scale", "alpha")}
-        scale = resolved_scale(rank if rank_is_good else 1, **given, rslora=bool(flags["rslora"]))
+        scale = resolved_scale(good_rank or 1, **given, rslora=bool(flags["rslora"]))
     except ConfigError as error:
         faults.append(str(error))
     if not (_is_number(dropout) and 0 <= dropout < 1):

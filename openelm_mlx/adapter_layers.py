@@ -11,7 +11,7 @@ import math
 import mlx.core as mx
 import mlx.nn as nn
 
-_SHORTEST_ROW = 1e-30  # a row of zeros (coarse quantisation makes some) must stay zeros, not become 0/0
+SHORTEST_ROW = 1e-30  # a row of zeros (coarse quantisation makes some) must stay zeros, not become 0/0
 
 
 class LoRALinear(nn.Module):
@@ -51,7 +51,7 @@ class DoRALinear(LoRALinear):
         if kept is not None and all(old is new for old, new in zip(kept[0], sources, strict=True)):
             return kept[1]
         adapted = _dense_weight(self.linear) + (self.scale * self.lora_b.T) @ self.lora_a.T  # (O, I)
-        lengths = mx.maximum(mx.linalg.norm(adapted, axis=1), _SHORTEST_ROW)
+        lengths = mx.maximum(mx.linalg.norm(adapted, axis=1), SHORTEST_ROW)
         row_scale = self.m / mx.stop_gradient(lengths)
         if not self.training:
             self.__dict__["_kept_row_scale"] = (sources, row_scale)

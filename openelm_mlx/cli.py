@@ -21,10 +21,13 @@ from .errors import OpenELMError, OutputError
 COMMANDS = {
     "demo": (".demo", "the bundled checkpoint, offline: PyTorch -> MLX, a story, tokens/s"),
     "convert": (".convert.command", "any OpenELM checkpoint -> an MLX model folder"),
+    "export": (".convert.export_command", "a model back out: Hugging Face, PyTorch, CoreNet, GGUF; adapters to PEFT"),
     "info": (".convert.info", "what a checkpoint is: format, size, dtype, per-layer widths"),
+    "fuse": (".convert.fuse_command", "merge an adapter into its base model"),
     "generate": (".generate_command", "text from a prompt"),
     "chat": (".chat.command", "a conversation in the terminal, or a script of messages"),
     "cache-prompt": (".cache_prompt_command", "compute a prompt's beginning once, for generate to continue"),
+    "lora": (".lora.command", "fine-tune on your own texts: LoRA, DoRA, or whole weights"),
     "bench": (".benchmarks.command", "tokens/s of prefill and decode"),
     "doctor": (".doctor", "what this machine can do, and what to fix"),
 }

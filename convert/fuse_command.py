@@ -1,0 +1,128 @@
+"""openelm fuse: merge an adapter into its base model -> a model folder that needs no adapter.
+
+The sum is taken in float32 and written in 16 bits; a quantized base is unpacked unless --requantize is given. Whole
+fine-tuned weights (fine_tune_type full) are fused the same way.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .fusion import Fusion
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags, under mlx-lm's names where it has them."""
+    parser.add_argument("--model", default="mlx_model", metavar="MODEL", help="the base model: a folder or a Hub id")
+    parser.add_argument("--adapter-path", default="adapters", metavar="FOLDER", help="the adapter folder")
+    parser.add_argument("--save-path", default="fused_model", metavar="FOLDER", help="where the model goes")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of everything not quantized (the base's, bfloat16 for float32)"
+    )
+    parser.add_argument("--dequantize", action="store_true", help="unpack a quantized base (done anyway; see above)")
+    parser.add_argument("--requantize", action="store_true", help="pack the sum as the base is, and show what it cost")
+    parser.add_argument("--tokenizer", metavar="FILE|DIR|HUB_ID", help="the tokenizer, where the base has none")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
+    parser.add_argument("--force", action="store_true", help="replace the folder of --save-path")
+    parser.add_argument("--upload-repo", metavar="HUB_ID", help="send the folder to this Hub repository, with a card")
+    parser.add_argument("--upload-dry-run", action="store_true", help="show what would be sent, and send nothing")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    for name in ("--export-gguf", "--gguf-path", "--trust-remote-code"):
+        parser.add_argument(name, nargs="?", const=True, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fuse, then print what was made and what to do next."""
+    _refuse(args)
+    from .fusion import fuse
+
+    made = fuse(
+        args.model,
+        args.adapter_path,
+        args.save_path,
+        dtype=args.dtype,
+        requantize=args.requantize,
+        tokenizer=args.tokenizer,
+        revision=args.revision,
+        offline=args.offline,
+        force=args.force,
+        upload_repo=args.upload_repo,
+        upload_dry_run=args.upload_dry_run,
+    )
+    for line in _notes(made):
+        print(f"openelm: {line}", file=sys.stderr)
+    print(json.dumps(_facts(made)) if args.json else _sentence(made))
+    if not args.json:
+        print(f"next: openelm generate --model {shlex.quote(str(made.path))} --prompt '...'", file=sys.stderr)
+    return 0
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """mlx-lm's flags that mean something else here, and flags that contradict each other."""
+    if args.export_gguf or args.gguf_path:
+        raise ConfigError("a GGUF file is made from the fused folder: openelm fuse first, then openelm export gguf")
+    if args.trust_remote_code:
+        raise ConfigError("nothing in a checkpoint is ever executed: leave --trust-remote-code out")
+    if args.dequantize and args.requantize:
+        raise ConfigError("--dequantize and --requantize exclude each other; drop one of them")
+    if args.upload_dry_run and args.upload_repo is None:
+        raise ConfigError("--upload-dry-run needs --upload-repo HUB_ID")
+
+
+def _notes(made: "Fusion") -> list[str]:
+    """What a user may not expect of the result."""
+    notes = []
+    if made.unpacked:
+        notes.append(
+            f"the base is quantized, the fused model is not ({made.dtype}): packing rounds most of an adapter away "
+            "(--requantize does it and measures)"
+        )
+    if made.quantization is not None:
+        notes.append(
+            f"packed again ({made.quantization.default}), which is not what was trained: {_distance(made)}; "
+            "fuse without --requantize to lose nothing"
+        )
+    if made.untied:
+        notes.append(
+            "the input embedding was trained, the output head was not, so they are two matrices now: openelm-mlx, "
+            "mlx-lm and transformers load that, mlx-swift and llama.cpp (GGUF) do not"
+        )
+    return notes
+
+
+def _distance(made: "Fusion") -> str:
+    return (
+        f"KL to the base with its adapter {made.distance.kl:.2g} nats a token, "
+        f"logits differ by at most {made.distance.largest:.2g} ({made.distance.tokens} tokens)"
+    )
+
+
+def _facts(made: "Fusion") -> dict[str, Any]:
+    """The result, ready for JSON."""
+    return {
+        "path": str(made.path),
+        "fine_tune_type": made.spec.fine_tune_type,
+        "parameters": made.parameters,
+        "bytes": made.nbytes,
+        "dtype": made.dtype,
+        "quantization": made.quantization.to_config() if made.quantization else None,
+        "tied": not made.untied,
+        "kl_to_adapter": made.distance.kl,
+        "largest_logit_difference": made.distance.largest,
+        "seconds": round(made.seconds, 3),
+        "uploaded": made.uploaded,
+    }
+
+
+def _sentence(made: "Fusion") -> str:
+    kind = str(made.quantization.default) if made.quantization else made.dtype
+    facts = [f"{made.path}: {made.parameters:,} parameters", kind, f"{made.nbytes:,} bytes", f"{made.seconds:.1f} s"]
+    return ", ".join([*facts, _distance(made), *([f"at {made.uploaded}"] if made.uploaded else [])])
