@@ -26,7 +26,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of each split that there is; `single` when they come from one file, which can be divided."""
+    """The sources of each split that there is; `single` when train is expected to give validation its rows."""
 
     splits: dict[str, list[Source]]
     single: bool = False
@@ -43,7 +43,7 @@ def find_sources(settings: DataSettings, splits: Collection[str]) -> Sources:
     if settings.data is None:
         from .hub_datasets import described_splits
 
-        return Sources(described_splits(settings, splits, columns))
+        return Sources(described_splits(settings, splits, columns), single=True)
     path = Path(settings.data).expanduser()
     if path.is_dir():
         files = {split: _file_in(path, split) for split in splits}

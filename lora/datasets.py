@@ -13,6 +13,7 @@ from ..errors import DataError
 from ..tokenizer import Tokenizer
 from .data_settings import DEFAULT_VAL_SPLIT, DataSettings
 from .data_sources import Source, find_sources
+from .data_summary import account, overlap
 from .formats import Example, detect, interpret, nothing_to_learn
 from .long_rows import Fitting
 from .progress import counting
@@ -73,6 +74,10 @@ def load_datasets(
     if chat_format is None and not tokenizer.is_instruct and any(split.formats["chat"] for split in read.values()):
         tell("chat rows are written in OpenELM-Instruct's form: chat with this base model needs --instruct")
     encoded = {name: _encoded(split, encoder, settings, tell) for name, split in read.items()}
+    for name in ("valid", "test"):
+        warning = overlap(encoded.get("train", ()), encoded.get(name, ()))
+        if warning:
+            tell(f"{name}: {warning}")
     made = {name: encoded.get(name, []) for name in ("train", "valid", "test")}
     return Datasets(made["train"], made["valid"], made["test"], tuple(lines))
 
@@ -149,24 +154,6 @@ def _encoded(split: _Split, encoder: Encoder, settings: DataSettings, tell: Noti
             f"no row of {split.name} has anything to learn within {settings.max_seq_length} tokens: raise "
             "--max-seq-length, or try --long-rows split"
         )
-    for line in _account(split, fitting, sequences):
+    for line in account(len(split.examples), split.formats, split.left_out, fitting, sequences):
         tell(f"{split.name}: {line}")
     return sequences
-
-
-def _account(split: _Split, fitting: Fitting, sequences: list[Sequence]) -> list[str]:
-    if not split.examples and not split.left_out:
-        return []
-    tokens, targets = sum(map(len, sequences)), sum(sequence.targets for sequence in sequences)
-    forms = ", ".join(split.formats)
-    lines = [f"{len(split.examples)} rows ({forms}), {len(sequences)} sequences, {tokens} tokens, {targets} count"]
-    long_rows = fitting.summary()
-    if long_rows:
-        lines.append(long_rows)
-    if fitting.untaught:
-        lines.append(
-            f"{len(fitting.untaught)} rows have nothing that counts and are left out; first {fitting.untaught[0]}"
-        )
-    if split.left_out:
-        lines.append(f"{len(split.left_out)} rows teach nothing and are left out; first {split.left_out[0]}")
-    return lines

@@ -14,7 +14,8 @@ from .data_sources import STEMS, Source
 from .formats import Columns
 from .rows import Row
 
-DEFAULT_SPLITS = {"train": "train[:80%]", "valid": "train[-10%:]"}  # mlx-lm's, for hf_dataset
+# mlx-lm's, for hf_dataset. The second only beside the first: after "train" its rows would be trained on.
+DEFAULT_TRAIN, DEFAULT_VALID = "train[:80%]", "train[-10%:]"
 _FEATURES = ("prompt_feature", "completion_feature", "chat_feature", "text_feature")
 _KEYS = {"path", "train_split", "valid_split", "test_split", "config", *_FEATURES}
 _CONFIG_KEYS = {"name", "revision", "data_dir", "data_files"}
@@ -42,9 +43,11 @@ def described_splits(settings: DataSettings, splits: Collection[str], columns: C
     for entry in described:
         path, config, own = _checked(entry, columns)
         library = _library(settings, path)
-        for split in splits:
-            name = entry.get(f"{split}_split", DEFAULT_SPLITS.get(split))
-            if name is not None:
+        names = {split: entry.get(f"{split}_split") for split in splits}
+        if not entry.get("train_split"):
+            names |= {"train": DEFAULT_TRAIN, "valid": names.get("valid") or DEFAULT_VALID}
+        for split, name in names.items():
+            if split in splits and name is not None:
                 found.setdefault(split, []).append(_source(library, settings, path, name, config, own))
     return found
 

@@ -76,7 +76,9 @@ class Encoder:
                 return ids, [(1, len(ids))]
             case Completion(prompt, completion):
                 ids = [*self._tokenizer.encode(prompt + completion), eos]
-                return ids, [(common_prefix(self._tokenizer.encode(prompt), ids), len(ids))]
+                # where the whole sequence counts, nobody asks where the prompt ends: half the work saved
+                start = common_prefix(self._tokenizer.encode(prompt), ids) if self._mask_prompt else 1
+                return ids, [(start, len(ids))]
             case Chat(messages):
                 turns = [(message["role"], message["content"]) for message in messages]
                 return self._in_template(turns, self._format) if self._format else self._in_instruct_form(turns)
