@@ -22,7 +22,7 @@ def write_config(folder: Path, config: OpenELMConfig, dtype: str, quantization: 
     if quantization is not None:
         # Twice, as mlx-lm writes it: the Hub's pages look for the second.
         raw |= {"quantization": quantization.to_config(), "quantization_config": quantization.to_config()}
-    _write_json(folder / "config.json", dict(sorted(raw.items())))
+    write_json(folder / "config.json", dict(sorted(raw.items())))
 
 
 def copy_extras(folder: Path, source: Path, config: OpenELMConfig) -> None:
@@ -34,7 +34,7 @@ def copy_extras(folder: Path, source: Path, config: OpenELMConfig) -> None:
             shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
             return
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    _write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
+    write_json(folder / "generation_config.json", {"_from_model_config": True} | ids)
 
 
 def write_tokenizer(folder: Path, tokenizer: Path, source: Path, *, instruct: bool, max_length: int) -> None:
@@ -52,8 +52,15 @@ def write_tokenizer(folder: Path, tokenizer: Path, source: Path, *, instruct: bo
     if instruct and (source / _TEMPLATE_FILE).is_file():
         shutil.copyfile(source / _TEMPLATE_FILE, folder / _TEMPLATE_FILE)
     elif instruct:
-        template = _read_tokenizer_config(source).get("chat_template") or CHAT_TEMPLATE
+        template = chat_template(source)
     _set_template(folder, template)
+
+
+def chat_template(source: Path) -> str:
+    """The template that lies with an Instruct model's folder, else OpenELM's own."""
+    if (source / _TEMPLATE_FILE).is_file():
+        return (source / _TEMPLATE_FILE).read_text(encoding="utf-8")
+    return _read_tokenizer_config(source).get("chat_template") or CHAT_TEMPLATE
 
 
 def _copy_tokenizer_json(folder: Path, beside: Path, tokenizer: Path) -> None:
@@ -65,7 +72,7 @@ def _copy_tokenizer_json(folder: Path, beside: Path, tokenizer: Path) -> None:
             shutil.copyfile(beside / name, folder / name)
     if not (folder / _TOKENIZER_CONFIG).is_file():
         names = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNKNOWN}
-        _write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | names)
+        write_json(folder / _TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | names)
 
 
 def _set_template(folder: Path, template: str | None) -> None:
@@ -74,7 +81,7 @@ def _set_template(folder: Path, template: str | None) -> None:
     if raw.get("chat_template") == template:
         return
     rest = {key: value for key, value in raw.items() if key != "chat_template"}
-    _write_json(folder / _TOKENIZER_CONFIG, rest | ({} if template is None else {"chat_template": template}))
+    write_json(folder / _TOKENIZER_CONFIG, rest | ({} if template is None else {"chat_template": template}))
 
 
 def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -82,5 +89,5 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -24,11 +24,17 @@ def write_tokenizer_files(model_file: Path, out: Path, *, instruct: bool, max_le
 
     Raises TokenizerError when `model_file` is no SentencePiece model, or one that `tokenizer.json` cannot express.
     """
-    model, data = _read(model_file)
-    _check_expressible(model_file, model)
+    model, data = read_llama_like(model_file)
     (out / "tokenizer.model").write_bytes(data)
     _write_json(out / "tokenizer.json", _tokenizer_json(model))
     _write_json(out / "tokenizer_config.json", _tokenizer_config(model, instruct, max_length), indent=1)
+
+
+def read_llama_like(file: Path) -> tuple[Any, bytes]:
+    """The ModelProto of a `tokenizer.model` and its bytes. Raises TokenizerError unless it has LLaMA's settings."""
+    model, data = _read(file)
+    _check_expressible(file, model)
+    return model, data
 
 
 def _read(file: Path) -> tuple[Any, bytes]:
@@ -43,7 +49,7 @@ def _read(file: Path) -> tuple[Any, bytes]:
 
 
 def _check_expressible(file: Path, model: Any) -> None:
-    """`tokenizer.json` is right only for a model trained with LLaMA's settings."""
+    """`tokenizer.json`, and llama.cpp, are right only for a model trained with LLaMA's settings."""
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
     requirements = {
         "BPE": trainer.model_type == _BPE,
