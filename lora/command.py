@@ -1,0 +1,95 @@
+"""Fine-tune a model on your own texts: LoRA or DoRA adapters, or whole weights.
+
+openelm lora --model MODEL --data FOLDER                      the bundled recipe's defaults are mlx-lm's
+openelm lora --model MODEL --data FOLDER --recipe laptop      better ones for a laptop
+openelm lora --resume --adapter-path adapters                 go on, as if never stopped
+openelm lora --model MODEL --data FOLDER --dry-run            what would be trained, and the memory it takes
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .arguments import add_arguments
+from .settings_sources import read_settings, read_yaml
+
+if TYPE_CHECKING:
+    from .settings import Settings
+
+__all__ = ["add_arguments", "run"]
+
+# What may change when a run goes on: nothing of this changes what an update computes.
+_FREE = (
+    "iters", "epochs", "save_every", "steps_per_eval", "steps_per_report", "val_batches", "test", "test_batches",
+    "early_stopping", "report_to", "project_name", "clear_cache_threshold", "train", "offline", "adapter_path", "data",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Status 1 for a run that failed, 130 where it was interrupted; results on stdout."""
+    from .report import tell
+
+    settings, record = _settings(args)
+    if settings.model is None:
+        tell("no --model given, using the bundled 'tiny'; a real one: --model apple/OpenELM-270M")
+    from . import job
+
+    if args.show_batch:
+        return job.show_batch(settings)
+    if args.dry_run:
+        return job.dry_run(settings, as_json=args.json)
+    if args.plot:
+        from .log import check_plot
+
+        check_plot(Path(args.plot))
+    result: dict[str, Any] = {}
+    if settings.trains:
+        result |= job.train_adapters(settings, record, force=args.force)
+    if args.plot:
+        from .log import plot_loss
+
+        plot_loss(Path(settings.adapter_path), Path(args.plot))
+    if settings.test:
+        result |= job.test_adapters(settings)
+    _print(result, as_json=args.json)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> "tuple[Settings, dict[str, Any] | None]":
+    """The settings, and with --resume the record of the run that goes on."""
+    if not args.resume:
+        return read_settings(args), None
+    if args.force:
+        raise ConfigError("--resume goes on with a run and --force replaces it: choose one")
+    if args.resume_adapter_file:
+        raise ConfigError("--resume goes on with a run and --resume-adapter-file begins a new one: choose one")
+    from .state import read_record
+
+    folder = args.adapter_path or (read_yaml(Path(args.config)).get("adapter_path") if args.config else None)
+    record = read_record(Path(folder or "adapters"))
+    stored = {**record["settings"], "adapter_path": folder or "adapters"}
+    settings = read_settings(args, stored)
+    changed = [
+        f"{key} was {stored[key]!r} and is {value!r}"
+        for key, value in settings.to_dict().items()
+        if key not in _FREE and key in stored and stored[key] != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"a resumed run keeps its settings: {'; '.join(changed)}; leave that out, or begin a new run with "
+            "--resume-adapter-file"
+        )
+    return settings, record
+
+
+def _print(result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+        return
+    if "test_loss" in result:
+        print(f"test loss {result['test_loss']:.4f}, perplexity {result['test_perplexity']:.3f}")
+    if "adapter_path" in result:
+        print(f"{result['adapter_path']}: adapters of iteration {result['iteration']}", file=sys.stdout)

@@ -1,0 +1,213 @@
+"""The jobs of `openelm lora`, put together from model, data and trainer: train, test, dry run, show a batch."""
+
+import math
+import zlib
+from collections.abc import Sequence as Several
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .. import checkpoint
+from ..adapter_config import AdapterSpec
+from ..adapters import adapter_weights, add_adapters, load_adapters
+from ..config_keys import listing
+from ..device import wired_limit
+from ..errors import CheckpointError, ConfigError
+from ..model import Model
+from ..safetensors_file import read_header
+from ..tokenizer import Tokenizer
+from .batches import Batches
+from .datasets import Datasets, load_datasets
+from .folder import AdapterFolder, check_folder
+from .interrupt import asked_to_stop
+from .log import LogFile
+from .optimizers import make_optimizer
+from .parallel import rank
+from .progress import counting
+from .report import Lines, services, tell
+from .schedule import make_schedule
+from .sequences import Sequence
+from .settings import Settings
+from .state import Progress, restore
+from .targets import Targets, describe_targets
+from .trainer import Run, evaluate, train
+
+
+def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: bool) -> dict[str, Any]:
+    """Train, or go on with the run of `record`. Returns what to print; raises KeyboardInterrupt after saving."""
+    folder = Path(settings.adapter_path)
+    if record is None:
+        check_folder(folder, force=force)
+    model, tokenizer = load_model(settings)
+    spec, targets = prepare(model, settings)
+    if settings.resume_adapter_file:
+        load_weights(model, Path(settings.resume_adapter_file))
+    for line in targets.lines:
+        tell(line)
+    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length)
+    batches = make_batches(data.train, settings, model)
+    iterations = total_iterations(settings, len(batches))
+    fingerprint = data_fingerprint(data.train)
+    if record is not None and record["data"] != fingerprint:
+        raise ConfigError("the training data is not what the run began with: put it back, or begin a new run")
+    updates = record["schedule_updates"] if record else iterations // settings.grad_accumulation_steps
+    schedule = make_schedule(settings.lr_schedule, settings.learning_rate, updates)
+    optimizer = make_optimizer(settings.optimizer, settings.optimizer_config, schedule(0))
+    optimizer.init(model.trainable_parameters())
+    new_record = {"settings": settings.to_dict(), "schedule_updates": updates, "data": fingerprint}
+    writer = AdapterFolder(folder, model, optimizer, spec, new_record)
+    progress = Progress() if record is None else restore(folder, model, optimizer)
+    if record is None and rank() == 0:
+        writer.begin()
+    started = _start_line(settings, iterations, len(batches), progress)
+    tell(started)
+    run = Run(model, optimizer, schedule, batches, settings, iterations, progress)
+    return _run(run, writer, data, settings)
+
+
+def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) -> dict[str, Any]:
+    progress, folder, writes = run.progress, writer.path, rank() == 0
+    lines = Lines(run.iterations, progress)
+    if writes:
+        run.save, run.save_best = partial(writer.save, progress), writer.save_best
+        run.callbacks = [
+            lines,
+            LogFile(folder, settings.to_dict(), progress.iteration),
+            *services(settings.report_to, settings.project_name, folder, settings.to_dict()),
+        ]
+    note = partial(tell, "stopping after this update; Ctrl-C again stops at once")
+    try:
+        with asked_to_stop(note) as interrupted, wired_limit(_wired_bytes(run.model)):
+            run.interrupted = interrupted
+            if data.valid and settings.val_batches:
+                run.validate = partial(_validation, run, data.valid, settings.val_batches)
+            outcome = train(run)
+    finally:
+        lines.close()
+    if outcome == "interrupted":
+        tell(f"saved at iteration {progress.iteration}; go on with: openelm lora --resume --adapter-path {folder}")
+        raise KeyboardInterrupt
+    if outcome == "stopped early":
+        tell(f"stopped at iteration {progress.iteration}: {progress.without_gain} validations without a gain")
+    other = writes and writer.finish(progress)
+    kept = progress.best_iteration if other else progress.iteration
+    if other:
+        tell(f"kept the best adapters, of iteration {kept}; the last are in last_adapters.safetensors")
+    return {
+        "adapter_path": str(folder),
+        "iteration": kept,
+        "last_iteration": progress.iteration,
+        "updates": progress.update,
+        "trained_tokens": progress.trained_tokens,
+        "best_val_loss": progress.best_loss,
+        "peak_memory_bytes": mx.get_peak_memory(),
+    }
+
+
+def _validation(run: Run, sequences: list[Sequence], count: int) -> float | None:
+    batches = make_batches(sequences, run.settings, run.model, shuffle=False)
+    shown = len(batches) if count == -1 else min(count, len(batches))
+    with counting("validation", shown) as tick:
+        return evaluate(run.model, batches, count, interrupted=run.interrupted, tick=tick)
+
+
+def test_adapters(settings: Settings) -> dict[str, Any]:
+    """The loss on the test data, of the adapters in the folder; of the model itself where `adapter_path` is empty."""
+    model, tokenizer = load_model(settings)
+    if settings.adapter_path:
+        load_adapters(model, Path(settings.adapter_path))
+    limit = model.config.max_context_length
+    data = load_datasets(settings.data, tokenizer, splits=("test",), max_context=limit)
+    batches = make_batches(data.test, settings, model, shuffle=False)
+    with counting("test", len(batches)) as tick:
+        loss = evaluate(model, batches, settings.test_batches, interrupted=lambda: False, tick=tick)
+    assert loss is not None
+    return {"test_loss": loss, "test_perplexity": math.exp(min(loss, 700))}
+
+
+def load_model(settings: Settings) -> tuple[Model, Tokenizer]:
+    """The base model and its tokenizer. What full fine-tuning holds in 16 bits becomes float32, unless asked not to."""
+    model, tokenizer = checkpoint.load(
+        settings.model or "tiny",
+        dtype=settings.dtype,
+        tokenizer=settings.tokenizer,
+        revision=settings.revision,
+        offline=settings.offline,
+        keep_quantized=settings.keep_quantized,
+    )
+    if settings.fine_tune_type == "full" and settings.dtype == "auto":
+        model.set_dtype(mx.float32)  # a step of 1e-5 is lost when it is added to a weight of 16 bits
+    return model, tokenizer
+
+
+def prepare(model: Model, settings: Settings) -> tuple[AdapterSpec, Targets]:
+    """Make the model trainable as the settings say; the fresh adapters depend on the seed alone."""
+    spec = settings.adapter_spec()
+    mx.random.seed(settings.seed)
+    trained = add_adapters(model, spec)
+    mx.eval(model.trainable_parameters())
+    return spec, describe_targets(model, spec, trained)
+
+
+def load_weights(model: Model, file: Path) -> None:
+    """Begin with the weights of an `adapters.safetensors`. Raises CheckpointError unless names and shapes agree."""
+    expected = adapter_weights(model)
+    stored = read_header(file)
+    faults = [f"missing {name}" for name in expected if name not in stored]
+    faults += [f"unexpected {name}" for name in stored if name not in expected]
+    faults += [
+        f"{name} has shape {stored[name].shape}, expected {array.shape}"
+        for name, array in expected.items()
+        if name in stored and stored[name].shape != array.shape
+    ]
+    if faults:
+        raise CheckpointError(f"{file} does not fit what is to be trained: {listing(faults)}")
+    loaded: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
+    model.load_weights([(name, loaded[name].astype(array.dtype)) for name, array in expected.items()], strict=False)
+
+
+def make_batches(sequences: Several[Sequence], settings: Settings, model: Model, *, shuffle: bool = True) -> Batches:
+    """Training's batches, or with `shuffle` off those of an evaluation: the rows in their own order."""
+    return Batches(
+        sequences,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        max_seq_length=min(settings.data.max_seq_length, model.config.max_context_length),
+        pack=settings.data.pack,
+        shuffle=shuffle,
+    )
+
+
+def total_iterations(settings: Settings, per_epoch: int) -> int:
+    """Iterations of the whole run, filled up to whole updates."""
+    wanted = settings.iters if settings.epochs is None else max(1, round(settings.epochs * per_epoch))
+    whole = -(-wanted // settings.grad_accumulation_steps) * settings.grad_accumulation_steps
+    if whole != wanted and settings.epochs is None:
+        tell(f"{wanted} iterations are not whole updates of {settings.grad_accumulation_steps}: training {whole}")
+    return whole
+
+
+def data_fingerprint(sequences: Several[Sequence]) -> str:
+    """Changes when a token or a mark of the training data does."""
+    checksum = 0
+    for sequence in sequences:
+        checksum = zlib.crc32(sequence.counted.tobytes(), zlib.crc32(sequence.tokens.tobytes(), checksum))
+    return f"{len(sequences)}:{checksum:08x}"
+
+
+def _start_line(settings: Settings, iterations: int, per_epoch: int, progress: Progress) -> str:
+    begun = f"going on at iteration {progress.iteration} of" if progress.iteration else "training for"
+    updates = iterations // settings.grad_accumulation_steps
+    return (
+        f"{begun} {iterations} iterations of {settings.batch_size} rows, {updates} updates, "
+        f"{iterations / per_epoch:.2f} epochs"
+    )
+
+
+def _wired_bytes(model: nn.Module) -> int:
+    arrays: Any = tree_flatten(model.parameters())
+    return sum(array.nbytes for _, array in arrays)
