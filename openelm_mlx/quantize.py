@@ -9,17 +9,20 @@ coarse: it stays affine with 8 bits unless asked otherwise. Norms are never pack
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .config import OpenELMConfig
 from .errors import CheckpointError, ConfigError
+from .mixed_bits import is_raised, raised_bits, raised_layers
 from .tensors import StoredTensor
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
 _DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # mode -> (bits, group size)
 MODES = tuple(_DEFAULTS)
+RECIPES = ("uniform", "mixed")
+_EMBEDDING_BITS = 8
 UNQUANTIZED_BITS = 16  # `embedding_bits=16` leaves the embedding alone
 EMBEDDINGS = ("transformer.token_embeddings", "lm_head")  # modules that speak in vocabulary, not in features
 
@@ -94,18 +97,32 @@ class Quantization:
         return False if settings is None else settings.to_dict()
 
 
-def plan(config: OpenELMConfig, settings: QuantizationSettings, embedding_bits: int = 8) -> Quantization:
+def plan(
+    config: OpenELMConfig,
+    settings: QuantizationSettings,
+    embedding_bits: int | None = None,
+    recipe: str = "uniform",
+) -> Quantization:
     """What to do with every matrix of a model; rows that whole groups do not make up stay unquantised.
 
-    `embedding_bits` is for the embedding and an untied head: affine, or `UNQUANTIZED_BITS`. Raises ConfigError.
+    `embedding_bits` is for the embedding and an untied head: affine, or `UNQUANTIZED_BITS`; None is 8, or what the
+    recipe says. `recipe`: one of `RECIPES`; see mixed_bits.py. Raises ConfigError.
     """
+    if recipe not in RECIPES:
+        raise ConfigError(f"recipe {recipe!r} is unknown; valid recipes: {', '.join(RECIPES)}")
+    shapes = matrices(config)
+    raised, layers = settings, []
+    if recipe == "mixed":
+        raised, layers = replace(settings, bits=raised_bits(settings.bits, settings.mode)), raised_layers(shapes)
+    if embedding_bits is None:
+        embedding_bits = _EMBEDDING_BITS if recipe == "uniform" else raised.bits
     embedding = None
     if embedding_bits != UNQUANTIZED_BITS:
         group_size = settings.group_size if settings.mode == "affine" else None
         embedding = QuantizationSettings.of("affine", embedding_bits, group_size)
     modules, skipped = {}, []
-    for path, shape in matrices(config).items():
-        chosen = embedding if path in EMBEDDINGS else settings
+    for path, shape in shapes.items():
+        chosen = embedding if path in EMBEDDINGS else raised if is_raised(path, layers) else settings
         if chosen is not None and chosen.fits(shape[1]):
             modules[path] = chosen
         else:

@@ -114,6 +114,46 @@ class TestPlan:
         assert not any("norm" in path for path in matrices(config()))
 
 
+class TestMixed:
+    """The recipe: two bits more for the embedding, the first and last layers, and the narrow ones."""
+
+    @pytest.mark.parametrize(
+        ("name", "narrow", "last"), [("270M", 4, 15), ("450M", 5, 19), ("1.1B", 6, 27), ("3B", 8, 35)]
+    )
+    def test_of_the_published_sizes(self, name, narrow, last):
+        published = OpenELMConfig.from_name(name)
+        made = plan(published, QuantizationSettings.of(), recipe="mixed")
+        raised = {path.split(".")[2] for path, s in made.modules.items() if s.bits == 6 and ".layers." in path}
+        assert raised == {*map(str, range(narrow)), str(last)}
+        assert made.modules[EMBEDDING].bits == 6
+        share = {bits: sum(1 for s in made.modules.values() if s.bits == bits) for bits in (4, 6)}
+        assert share[4] > share[6]
+
+    def test_bits_are_recorded_where_they_differ(self):
+        made = plan(config(), QuantizationSettings.of(bits=3), recipe="mixed")
+        entry = made.to_config()
+        assert entry["bits"] == 3
+        assert entry["transformer.layers.0.attn.qkv_proj"] == {"group_size": 64, "bits": 5, "mode": "affine"}
+        assert "transformer.layers.2.attn.qkv_proj" not in entry
+        assert detect(quantized_tensors(config(), made), {"quantization": entry}, config(), "here") == made
+
+    def test_the_embedding_is_the_users_to_choose(self):
+        made = plan(config(), QuantizationSettings.of(), 16, "mixed")
+        assert made.skipped == (EMBEDDING,)
+
+    @pytest.mark.parametrize(
+        ("settings", "recipe", "message"),
+        [
+            (("affine", 8), "mixed", "8 are the most there are"),
+            (("mxfp4",), "mixed", "needs --q-mode affine"),
+            (("affine",), "mixed_4_6", "valid recipes: uniform, mixed"),
+        ],
+    )
+    def test_what_it_cannot_do(self, settings, recipe, message):
+        with pytest.raises(ConfigError, match=message):
+            plan(config(), QuantizationSettings.of(*settings), recipe=recipe)
+
+
 class TestRoundTrip:
     @pytest.mark.parametrize("embedding_bits", [4, 8, 16])
     @pytest.mark.parametrize("settings", [s for s in EVERY_SETTING if s.group_size < 128], ids=str)
