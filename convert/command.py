@@ -1,6 +1,7 @@
 """openelm convert: any OpenELM checkpoint -> an MLX model folder.
 
-SOURCE is a Hub id, a folder (safetensors or pytorch_model.bin), a .safetensors file, a CoreNet .pt, or 'tiny'.
+SOURCE is a Hub id, a folder (safetensors, pytorch_model.bin or Apple's MLX files), a .safetensors file, a CoreNet .pt
+(weights, training checkpoint, LoRA or DoRA), or 'tiny'; with --average several checkpoints of one training.
 Nothing in a file is ever executed, and PyTorch is not needed. '-q --q-bits 4 --q-bits 8' makes FOLDER-4bit and
 FOLDER-8bit from one read.
 """
@@ -25,10 +26,14 @@ _QUANTIZATION_FLAGS = ("q_bits", "q_group_size", "q_mode", "embedding_bits")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, under mlx-lm's names where it has them."""
     parser.add_argument("source", nargs="?", metavar="SOURCE", help="the checkpoint to convert")
+    parser.add_argument("more", nargs="*", metavar="SOURCE", help="with --average: further ones")
     parser.add_argument("--hf-path", "--model", dest="hf_path", metavar="SOURCE", help="the same, as mlx-lm spells it")
     parser.add_argument("-o", "--mlx-path", default="mlx_model", metavar="FOLDER", help="where the model goes")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of everything that is not quantized (bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="of everything that is not quantized (bfloat16; Apple's MLX: its own)"
+    )
     _add_quantization(parser)
+    _add_choices(parser)
     parser.add_argument("--tokenizer", metavar="FILE|DIR|HUB_ID", help="the tokenizer, where the source has none")
     parser.add_argument("--config", metavar="YAML|JSON", help="the configuration, where the source has none")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
@@ -61,6 +66,16 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embedding-bits", type=int, metavar="N", help="for the embedding, 16 leaves it alone (8)")
 
 
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """What is to become of a source that holds more than one plain model."""
+    parser.add_argument("-d", "--dequantize", action="store_true", help="unpack a quantized source (-q packs it again)")
+    parser.add_argument("--average", action="store_true", help="the mean of all SOURCEs, summed in float64")
+    parser.add_argument("--use-ema", action="store_true", help="a training checkpoint's moving average of the weights")
+    parser.add_argument("--fuse", action="store_true", help="merge the adapter of a LoRA or DoRA checkpoint")
+    parser.add_argument("--tie", action="store_true", help="with --fuse: leave out the embedding's part, stay tied")
+    parser.add_argument("--adapter-path", metavar="DIR", help="split: the adapter goes to DIR, its base to FOLDER")
+
+
 def run(args: argparse.Namespace) -> int:
     """Convert, then print what was made and what to do next."""
     refuse_foreign(args)
@@ -72,7 +87,13 @@ def run(args: argparse.Namespace) -> int:
     from .conversion import convert, convert_all
 
     options = {
-        "dtype": args.dtype or "bfloat16",
+        "average_with": args.more,
+        "use_ema": args.use_ema,
+        "dequantize": args.dequantize,
+        "fuse": args.fuse,
+        "tie": args.tie,
+        "adapter_path": args.adapter_path,
+        "dtype": args.dtype,
         "q_group_size": args.q_group_size,
         "q_mode": args.q_mode or "affine",
         "embedding_bits": 8 if args.embedding_bits is None else args.embedding_bits,
@@ -94,8 +115,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         summaries = [convert(source, args.mlx_path, quantize=args.quantize, q_bits=bits[0], **options)]
     for summary in summaries:
-        print(_sentence(summary))
+        print("\n".join([_sentence(summary), *summary.notes]))
     model = shlex.quote(str(summaries[0].path))
+    if args.adapter_path is not None:
+        model += f" --adapter-path {shlex.quote(args.adapter_path)}"
     print(f"next: openelm generate --model {model} --prompt 'Once upon a time'", file=sys.stderr)
     return 0
 
@@ -111,6 +134,8 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     unused = [flag for flag in _QUANTIZATION_FLAGS if getattr(args, flag) is not None]
     if unused and not args.quantize:
         raise ConfigError(f"--{unused[0].replace('_', '-')} says how to quantize: add -q to do so")
+    if args.average != bool(args.more):
+        raise ConfigError("--average takes the mean of two checkpoints or more: openelm convert A B ... --average")
     for flag in ("upload_private", "upload_dry_run"):
         if getattr(args, flag) and args.upload_repo is None:
             raise ConfigError(f"--{flag.replace('_', '-')} needs --upload-repo HUB_ID")

@@ -14,15 +14,17 @@ from typing import Any
 from ..atomic import check_target
 from ..checkpoint import is_instruct
 from ..config import OpenELMConfig
-from ..errors import CheckpointError, ConfigError, OutputError, TokenizerError
+from ..errors import ConfigError, OutputError, TokenizerError
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
 from ..quantize import Quantization, QuantizationSettings, plan
 from ..tokenizer import Tokenizer
+from .choices import Choices, applied, check_adapter, notes, open_chosen
 from .job import Job, run
 from .measure import Measurement
 from .needs import check_disk, check_memory
-from .sources import Source, open_source
+from .sources import Source
+from .split_folder import adapter_beside
 
 DTYPES = ("bfloat16", "float16", "float32")
 _LARGE_MODEL_DIM = 3072  # 3B: its activations leave float16's range (apple/corenet mlx_examples/open_elm/README.md)
@@ -30,10 +32,11 @@ _MAX_PADDING_ROWS = 256  # CoreNet pads the vocabulary to a multiple of 128, the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to convert.
+class Options(Choices):
+    """How to convert; `Choices` has what is to become of adapters, packed weights and several checkpoints.
 
-    dtype: of the unquantised weights, and of the scales. quantize: pack matrices with `q_bits` in groups of
+    dtype: of the unquantised weights, and of the scales; None is bfloat16, but packed weights and Apple's MLX files
+    keep their own. quantize: pack matrices with `q_bits` in groups of
     `q_group_size` (None: the mode's defaults), embeddings with `embedding_bits` (16: not at all).
     tokenizer: a file, folder or Hub id. config: a CoreNet YAML or a config.json, where the source has none.
     instruct: whether to write a chat template; None asks the source's name and its folder.
@@ -42,7 +45,7 @@ class Options:
     be sent.
     """
 
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     quantize: bool = False
     q_bits: int | None = None
     q_group_size: int | None = None
@@ -92,6 +95,7 @@ class ConversionSummary:
     instruct: bool
     measured: Measurement | None = None
     uploaded: str | None = None  # the address
+    notes: tuple[str, ...] = ()  # what a merged adapter changes
 
 
 def convert(source: str | Path, mlx_path: str | Path = "mlx_model", **options: Any) -> ConversionSummary:
@@ -130,12 +134,15 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
             quantizations = [one.planned(config) for one in each]
             check_memory(config, len(each))
             find_tokenizer(options.tokenizer, folder, vocab_size=config.vocab_size, offline=options.offline)
-            check_disk(targets[0], config, options.dtype, quantizations, cache=folder, download_bytes=download_bytes)
+            dtype = options.dtype or "bfloat16"
+            check_disk(targets[0], config, dtype, quantizations, cache=folder, download_bytes=download_bytes)
 
     is_remote = is_hub_id(name)
     path = resolve_model(name, revision=options.revision, offline=options.offline, before_weights=before_weights)
     check_apart(targets, path)
-    opened, found = _checked_source(path, options)
+    with_adapter, found = _checked_source(path, options)
+    opened, dtype = applied(with_adapter, options)
+    _check_range(opened, dtype, options.force)
     check_memory(opened.config, len(each))
     instruct = is_instruct(name, opened.folder) if options.instruct is None else options.instruct
     jobs = [
@@ -144,17 +151,19 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
             opened,
             found,
             instruct=instruct,
-            dtype=one.dtype,
-            quantization=one.planned(opened.config),
+            dtype=dtype,
+            quantization=opened.quantization or one.planned(opened.config),
             base_model=name if is_remote else None,
             upload_repo=one.upload_repo,
         )
         for target, one in zip(targets, each, strict=True)
     ]
-    distances = run(jobs, force=options.force, measured=options.measure)
+    said = notes(with_adapter, found, options)
+    with adapter_beside(with_adapter, targets[0], options):
+        distances = run(jobs, force=options.force, measured=options.measure)
     seconds = time.perf_counter() - started
     return [
-        _summary(job, distance, seconds, _upload(job.target, one))
+        replace(_summary(job, distance, seconds, _upload(job.target, one)), notes=said)
         for job, distance, one in zip(jobs, distances, each, strict=True)
     ]
 
@@ -163,7 +172,8 @@ def _check_options(targets: Sequence[Path], each: Sequence[Options]) -> None:
     """What needs no look at the source."""
     for target, options in zip(targets, each, strict=True):
         _ = options.settings
-        if options.dtype not in DTYPES:
+        options.check()
+        if options.dtype is not None and options.dtype not in DTYPES:
             raise ConfigError(f"dtype must be {', '.join(DTYPES)}; got {options.dtype!r}")
         check_target(target, force=options.force)
         if options.upload_repo is not None:
@@ -172,9 +182,8 @@ def _check_options(targets: Sequence[Path], each: Sequence[Options]) -> None:
 
 def _checked_source(path: Path, options: Options) -> tuple[Source, Path]:
     """The source, known to be convertible, and where its tokenizer is."""
-    opened = open_source(path, None if options.config is None else Path(options.config))
-    _check_unquantized(opened)
-    _check_range(opened, options.dtype, options.force)
+    opened = open_chosen(path, options)
+    check_adapter(opened, options)
     vocab_size = opened.config.vocab_size
     found = find_tokenizer(options.tokenizer, path, vocab_size=vocab_size, offline=options.offline)
     return fit_vocabulary(opened, found, options.keep_vocab_padding), found
@@ -211,14 +220,6 @@ def check_apart(targets: Sequence[Path], source: Path) -> None:
     for target in targets:
         if source.resolve().is_relative_to(target.resolve()):
             raise OutputError(f"{target} is (or holds) the source itself; choose another folder with -o")
-
-
-def _check_unquantized(source: Source) -> None:
-    if source.quantization is not None:
-        raise CheckpointError(
-            f"{source.path} is already quantized ({source.quantization.default}); "
-            "convert from the original weights instead"
-        )
 
 
 def _check_range(source: Source, dtype: str, force: bool) -> None:

@@ -20,7 +20,7 @@ from .needs import OTHER_FILES_BYTES
 from .output import copy_extras, write_config, write_tokenizer
 from .progress import progress
 from .sources import Source
-from .streaming import outputs, transformed
+from .streaming import copied, outputs, transformed
 from .verify import check_copy, check_folder, check_forward
 
 
@@ -65,8 +65,12 @@ class Job:
         base_model: str | None = None,
         upload_repo: str | None = None,
     ) -> "Job":
-        in_order = {name: source.tensors[name] for name in source.config.parameter_shapes()}
-        planned = outputs(in_order, dtype, quantization)
+        if source.quantization is None:
+            in_order = {name: source.tensors[name] for name in source.config.parameter_shapes()}
+            planned = outputs(in_order, dtype, quantization)
+        else:  # packed weights stay as they are
+            assert quantization == source.quantization
+            planned = {name: [PlannedTensor(name, one.dtype, one.shape)] for name, one in source.tensors.items()}
         return cls(target, source, tokenizer, instruct, dtype, quantization, planned, base_model, upload_repo)
 
     @property
@@ -84,8 +88,10 @@ class Job:
     @property
     def is_copy(self) -> bool:
         """Whether no value changes."""
+        if self.source.quantization is not None:
+            return True
         dtypes = {tensor.dtype for tensor in self.source.tensors.values()}
-        return self.quantization is None and dtypes == {CODES[self.dtype]}
+        return not self.source.is_computed and self.quantization is None and dtypes == {CODES[self.dtype]}
 
     def writer(self, folder: Path) -> Writer:
         """What puts the weights into the folder."""
@@ -148,7 +154,11 @@ def _write(jobs: Sequence[Job], writers: Sequence[Writer]) -> None:
     tensors = {name: first.source.tensors[name] for name in first.outputs}
     quantizations = [job.quantization for job in jobs]
     with progress("writing", sum(job.nbytes for job in jobs)) as tick:
-        for name, blocks in transformed(tensors, first.dtype, quantizations):
+        if first.source.quantization is None:
+            stream = transformed(tensors, first.dtype, quantizations)
+        else:
+            stream = ((name, [rows for _ in jobs]) for name, rows in copied(tensors))
+        for name, blocks in stream:
             for job, writer, block in zip(jobs, writers, blocks, strict=True):
                 for planned, rows in zip(job.outputs[name], block, strict=True):
                     writer.append(planned.name, rows)

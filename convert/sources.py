@@ -28,6 +28,7 @@ from .adapter_checkpoint import CheckpointAdapter, split_adapter
 from .apple_mlx import FORMAT as APPLE_MLX
 from .apple_mlx import WEIGHTS_NAME, apple_config, is_apple_config
 from .blocks import same_bytes
+from .computed import unpacked
 from .names import is_corenet, with_hub_names, without_wrappers
 from .torch_file import read_torch_file
 from .training_checkpoint import model_state
@@ -67,6 +68,21 @@ class Source:
         tensor = self.tensors.get(EMBEDDING.replace(".weight", ".scales"), self.tensors[EMBEDDING])
         floating = tensor.dtype in FLOATING and tensor.dtype != "F64"
         return mlx_name(tensor.dtype) if floating else "float32"
+
+    def unpacked(self) -> "Source":
+        """The same model in plain numbers: packed matrices are unpacked to float32 as they are read."""
+        if self.quantization is None:
+            return self
+        tensors = {}
+        for name, shape in self.config.parameter_shapes().items():
+            path = name.removesuffix(".weight")
+            settings = self.quantization.modules.get(path)
+            if settings is None:
+                tensors[name] = self.tensors[name]
+            else:
+                parts = [self.tensors[f"{path}.{suffix}"] for suffix in settings.packed(shape, "F32")]
+                tensors[name] = unpacked(name, parts, settings, shape[1])
+        return replace(self, tensors=tensors, quantization=None, is_computed=True)
 
     def with_vocabulary(self, rows: int) -> "Source":
         """The same model with only the first `rows` rows of its embedding (and of an untied head), packed or not."""

@@ -77,6 +77,17 @@ def transformed(
         yield _finished(*begun.popleft(), dtype, quantizations)
 
 
+def copied(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Rows]]:
+    """Tensor by tensor, row block by row block: every value as it is stored, packed words among them."""
+    reads = (
+        partial(_read, name, tensor, start, stop)
+        for name, tensor in tensors.items()
+        for start, stop in row_ranges(tensor)
+    )
+    for name, rows in in_threads(reads):
+        yield name, (rows,)
+
+
 def in_turn(jobs: Iterable[Job]) -> Iterator[tuple[mx.array, ...]]:
     """The arrays of each job, in order; the next few jobs are computed meanwhile."""
     begun: deque[tuple[mx.array, ...]] = deque()

@@ -273,7 +273,7 @@ class TestQuantized:
         with pytest.raises(ConfigError, match="whole groups of 128; nothing to quantize"):
             convert(source, out, quantize=True, q_group_size=128)
 
-    @pytest.mark.parametrize("again", [{"quantize": True}, {}])
+    @pytest.mark.parametrize("again", [{"quantize": True}, {"dtype": "float16"}])
     def test_a_quantized_source_is_refused(self, tmp_path, out, again):  # fault C10: told from tensors, not from names
         convert("tiny", tmp_path / "q", quantize=True)
         with pytest.raises(CheckpointError, match=r"already quantized \(affine, 4 bits, groups of 64\)"):
