@@ -1,150 +1,207 @@
-"""Measure tokens/s: prefill and decode apart, medians and spread over several trials after a warm-up.
+"""Measure tokens/s: prefill and decode apart, medians with an interval over several trials after a warm-up.
 
-The prompt is a fixed list of ids, decoding is greedy, and EOS is ignored: every trial does the same work.
+The prompt is a fixed list of ids, decoding is greedy, and EOS is ignored: every trial does the same work. Several
+models, precisions, lengths and batch sizes make a matrix; what is finished is kept on Ctrl-C.
 """
 
 import argparse
 import json
 import sys
-from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
-from ..model_arguments import add_model_arguments, load_from_arguments
+from .arguments import add_arguments as add_arguments
+from .arguments import positive_count as positive_count
+from .record import machine as machine
+from .record import new_record, read_record
 
 if TYPE_CHECKING:
-    from .measure import BenchResult
+    from .matrix import Source
+    from .suite import Outcome, Plan
 
-PACKAGES = ("mlx", "numpy", "safetensors", "sentencepiece")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `openelm bench`."""
-    add_model_arguments(parser)
-    parser.add_argument(
-        "-p",
-        "--prompt-tokens",
-        type=positive_count,
-        metavar="P",
-        help="prompt length (512, or what the context has room for)",
-    )
-    parser.add_argument(
-        "-g",
-        "--generation-tokens",
-        type=positive_count,
-        metavar="G",
-        help="tokens to generate (128, or what there is room for)",
-    )
-    parser.add_argument(
-        "-n", "--num-trials", type=positive_count, default=5, metavar="N", help="trials after the warm-up"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+INTERRUPTED = 130
+_DEFAULT_TRIALS = 5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, measure, print."""
-    model, _ = load_from_arguments(args)
-    from .measure import DEFAULT_GENERATION_TOKENS, DEFAULT_PROMPT_TOKENS, choose_lengths, measure
+    """Measure, print, compare. Status 1 for a regression, 130 when interrupted."""
+    if args.action == "report":
+        from .report import run_report
 
-    context = model.config.max_context_length
-    prompt_tokens, generation_tokens = choose_lengths(args.prompt_tokens, args.generation_tokens, context)
-    usual = (args.prompt_tokens or DEFAULT_PROMPT_TOKENS, args.generation_tokens or DEFAULT_GENERATION_TOKENS)
-    if (prompt_tokens, generation_tokens) != usual:
+        return run_report(args)
+    if args.output is not None:
+        from ..atomic_file import check_file_target
+
+        check_file_target(args.output)
+    if args.train:
+        from .train import run_train
+
+        return run_train(args)
+    baseline = None if args.baseline is None else read_record(args.baseline)
+    plan = make_plan(args)
+    outcome = _measure(plan)
+    record = _record(args, plan, outcome)
+    verdicts = []
+    if baseline is not None and not outcome.interrupted:
+        from .baseline import compare_records
+
+        verdicts = compare_records(record, baseline, str(args.baseline))
+        record["baseline"] = [verdict.to_dict() for verdict in verdicts]
+    write_and_print(record, args.output, args.json)
+    if not args.json:
+        _print(plan, outcome, record, verdicts)
+    if outcome.interrupted:
+        print(f"openelm: interrupted; {len(outcome.measured)} results are kept", file=sys.stderr)
+        return INTERRUPTED
+    return 1 if any(verdict.is_regression for verdict in verdicts) else 0
+
+
+def make_plan(args: argparse.Namespace) -> "Plan":
+    """What the flags ask for, checked; models are looked up, not loaded."""
+    from . import paper
+    from .matrix import precisions_of, shapes_for
+    from .session import MAX_WARM_UPS, Method
+    from .suite import Plan
+
+    sources = _sources(args)
+    if args.paper:
+        _refuse_with_paper(args)
+        shapes = [[paper.SHAPE] for _ in sources]
+        for source in sources:
+            paper.SHAPE.check(source.config.max_context_length)
+    else:
+        lengths = (args.prompt_tokens, args.generation_tokens, args.batch_size or [1])
+        shapes = [shapes_for(*lengths, source.config.max_context_length) for source in sources]
+        _tell_shrunk(args, sources, shapes)
+    trials = args.num_trials or (paper.TRIALS if args.paper else _DEFAULT_TRIALS)
+    method = Method(trials, args.delay, args.decoder, paper.WARM_UPS if args.paper else MAX_WARM_UPS)
+    return Plan(
+        sources,
+        precisions_of(args.dtype, args.q_bits),
+        shapes,
+        method,
+        norms=args.norms,
+        compare=args.compare is not None,
+        limits=not args.no_limits,
+        profile=args.profile,
+        paper=args.paper,
+    )
+
+
+def write_and_print(record: dict[str, Any], output: Path | None, to_stdout: bool) -> None:
+    """The JSON object, to a file that appears whole and to stdout, where asked for."""
+    if output is not None:
+        from ..atomic_file import new_file
+
+        with new_file(output) as partial:
+            partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if to_stdout:
+        print(json.dumps(record))
+
+
+def _sources(args: argparse.Namespace) -> "list[Source]":
+    from .matrix import Source
+
+    names = args.model or []
+    if not names and not args.size:
         print(
-            f"openelm: the model's context is {context} tokens: {prompt_tokens} prompt tokens and "
-            f"{generation_tokens} generated instead of {usual[0]} and {usual[1]}",
+            "openelm: no --model given, using the bundled 'tiny'; a real one: --model apple/OpenELM-270M-Instruct",
             file=sys.stderr,
         )
-    try:
-        result = measure(model, args.model, prompt_tokens, generation_tokens, args.num_trials, progress=_show_progress)
-    finally:
-        _clear_progress()
-    if args.json:
-        print(json.dumps(record([result])))
-    else:
-        print_result(result)
-    return 0
+        names = ["tiny"]
+    settings = {"adapter_path": args.adapter_path, "keep_quantized": args.keep_quantized}
+    named = [Source.named(name, revision=args.revision, offline=args.offline, **settings) for name in names]
+    return named + [Source.random(size) for size in args.size or []]
 
 
-def record(results: "list[BenchResult]") -> dict[str, Any]:
-    """The JSON object: the machine, and the results."""
-    return {"machine": machine(), "results": [result.to_dict() for result in results]}
+def _measure(plan: "Plan") -> "Outcome":
+    from .progress import progress, total_cost
+    from .suite import run as run_suite
+
+    shapes = [shape for shapes in plan.shapes for shape in shapes] * len(plan.precisions)
+    with progress(total_cost(shapes, plan.method.trials, plan.sides)) as shown:
+        return run_suite(plan, shown)
 
 
-def machine() -> dict[str, Any]:
-    """This machine, and the versions of what computes on it."""
-    from ..device import machine_record
+def _record(args: argparse.Namespace, plan: "Plan", outcome: "Outcome") -> dict[str, Any]:
+    more: dict[str, Any] = {"interrupted": outcome.interrupted}
+    if outcome.profiles:
+        more["profile"] = [{"model": name, **found.to_dict()} for name, found in outcome.profiles]
+    if plan.compare:
+        from .compare import comparisons
 
-    versions = {"openelm-mlx": __version__, **{package: metadata.version(package) for package in PACKAGES}}
-    return {**machine_record(), "packages": versions}
-
-
-def print_result(result: "BenchResult") -> None:
-    """One table for people, 80 columns wide."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("")
-    for heading in ("tokens", "tokens/s", "min - max", "seconds", "peak memory*"):
-        table.add_column(heading, justify="right")
-    for row in _rows(result):
-        table.add_row(*row)
-    trials = f"{len(result.trials)} trial{'s' if len(result.trials) > 1 else ''}"
-    console = Console(highlight=False, markup=False)
-    console.print(f"{result.model}, {result.precision} weights, {_megabytes(result.weight_bytes)}", soft_wrap=True)
-    console.print(table)
-    console.print(f"first token after {result.ttft_s:.3f} s; median of {trials} after a warm-up, EOS ignored")
-    console.print("* of the MLX allocator, weights included")
+        more["comparison"] = comparisons([result for result, _ in outcome.measured])
+    return new_record(outcome.to_dicts(), settings(args, plan), **more)
 
 
-def _show_progress(step: str) -> None:
-    """What runs now, on stderr, where that is a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[Kopenelm: {step}", end="", file=sys.stderr, flush=True)
+def settings(args: argparse.Namespace, plan: "Plan") -> dict[str, Any]:
+    """What was really in effect, defaults worked out."""
+    return {
+        "models": [source.name for source in plan.sources],
+        "precisions": [str(precision) for precision in plan.precisions],
+        "shapes": [[vars(shape) for shape in shapes] for shapes in plan.shapes],
+        "num_trials": plan.method.trials,
+        "delay_s": plan.method.delay_s,
+        "decoder": plan.method.decoder,
+        "max_warm_ups": plan.method.max_warm_ups,
+        "keep_quantized": args.keep_quantized,
+        "adapter": args.adapter_path is not None,
+        "sampling": "greedy",
+        "eos": "ignored",
+        "protocol": "paper" if plan.paper else "openelm bench",
+    }
 
 
-def _clear_progress() -> None:
-    """Take the progress line away again."""
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def _print(plan: "Plan", outcome: "Outcome", record: dict[str, Any], verdicts: list[Any]) -> None:
+    from . import table
+
+    if outcome.measured:
+        table.print_results(outcome.measured)
+    if plan.norms:
+        _print_norms(plan, outcome)
+    if plan.compare:
+        table.print_comparisons(record["comparison"])
+    for name, found in outcome.profiles:
+        table.print_profile(name, found)
+    for verdict in verdicts:
+        print(verdict)
 
 
-def positive_count(text: str) -> int:
-    """The argparse type of a count."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
-    return int(text)
+def _print_norms(plan: "Plan", outcome: "Outcome") -> None:
+    from . import table
+    from .norms import norm_count
+
+    counts = {source.name: norm_count(source.config) for source in plan.sources}
+    results = [result for result, _ in outcome.measured]
+    for start in range(0, len(results), plan.sides):
+        sides = results[start : start + plan.sides]
+        table.print_norms(sides, counts[sides[0].model])
 
 
-def _rows(result: "BenchResult") -> list[tuple[str, ...]]:
-    return [
-        (
-            "prefill",
-            str(result.prompt_tokens),
-            _number(result.prompt_tps),
-            _range(result.spread("prompt_tps")),
-            f"{result.ttft_s:.3f}",
-            _megabytes(result.prefill_peak_memory_bytes),
-        ),
-        (
-            "decode",
-            str(result.generation_tokens - 1),
-            _number(result.generation_tps),
-            _range(result.spread("generation_tps")),
-            f"{result.decode_s:.3f}",
-            _megabytes(result.decode_peak_memory_bytes),
-        ),
-    ]
+def _tell_shrunk(args: argparse.Namespace, sources: "list[Source]", shapes: Any) -> None:
+    """Say where a default length did not fit into a model's context."""
+    from .matrix import DEFAULT_GENERATION_TOKENS, DEFAULT_PROMPT_TOKENS
+
+    for source, chosen in zip(sources, shapes, strict=True):
+        usual = (args.prompt_tokens or [DEFAULT_PROMPT_TOKENS], args.generation_tokens or [DEFAULT_GENERATION_TOKENS])
+        for shape in chosen:
+            if shape.prompt_tokens not in usual[0] or shape.generation_tokens not in usual[1]:
+                print(
+                    f"openelm: the model's context is {source.config.max_context_length} tokens: "
+                    f"{shape.prompt_tokens} prompt tokens and {shape.generation_tokens} generated instead of "
+                    f"{usual[0][0]} and {usual[1][0]}",
+                    file=sys.stderr,
+                )
+                break
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+def _refuse_with_paper(args: argparse.Namespace) -> None:
+    """Raise GenerationError for flags that the paper's protocol settles."""
+    from ..errors import GenerationError
 
-
-def _range(bounds: tuple[float, float] | None) -> str:
-    return "-" if bounds is None else f"{_number(bounds[0])} - {_number(bounds[1])}"
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.0f} MB"
+    given = {"-p": args.prompt_tokens, "-g": args.generation_tokens, "-b": args.batch_size, "-n": args.num_trials}
+    named = [flag for flag, value in given.items() if value is not None]
+    if named:
+        raise GenerationError(
+            f"--paper is a fixed protocol (36 + 1024 tokens, one text, five runs): leave out {named[0]}"
+        )

@@ -53,16 +53,20 @@ def wired_limit(model_bytes: int) -> Iterator[None]:
 
 
 def machine_record() -> dict[str, Any]:
-    """This machine as a benchmark names it: chip, cores, memory, system, Python and MLX."""
+    """This machine as a benchmark names it: chip, cores, memory, system, power, Python, MLX; not its owner."""
     from importlib.metadata import version  # takes longer to import than a model's headers take to read
+
+    from .power import power_record
 
     return {
         "chip": chip_name(),
         "cpu_cores": os.cpu_count(),
+        "gpu_cores": gpu_cores(),
         "memory_bytes": total_memory_bytes(),
         "os": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
         "machine": platform.machine(),
         "backend": "metal" if is_metal() else "cpu",
+        **power_record(),
         "blas_preloaded": bool(os.environ.get("LD_PRELOAD")) if platform.system() == "Linux" else None,
         "python": platform.python_version(),
         "mlx": version("mlx"),
@@ -79,3 +83,17 @@ def chip_name() -> str:
         )
         return asked.stdout.strip() or platform.processor()
     return str(mx.device_info().get("device_name", platform.processor()))
+
+
+def gpu_cores() -> int | None:
+    """How many cores the GPU has: two Macs with the same chip name may differ in this. None where there is no Metal."""
+    if not is_metal():
+        return None
+    import re
+    import subprocess
+
+    asked = subprocess.run(
+        ["/usr/sbin/ioreg", "-r", "-c", "AGXAccelerator", "-d", "1"], capture_output=True, text=True, check=False
+    )
+    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', asked.stdout)
+    return int(found[1]) if found else None
