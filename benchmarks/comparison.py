@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 PERFORMANCE_PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 
@@ -61,6 +61,15 @@ class Comparison:
         return {**vars(self), "ratio": self.ratio, "passed": self.passed}
 
 
+class Row(Protocol):
+    """A row of a table, and whether it holds what it promises."""
+
+    @property
+    def cells(self) -> tuple[str, ...]: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 HEADINGS = ("job", "openelm-mlx", "mlx-lm", "ratio (range)", "target", "reached")
 
 
@@ -77,7 +86,7 @@ def take_turns(
     return tuple(figures[0]), tuple(figures[1])
 
 
-def print_comparisons(comparisons: Sequence[Comparison], machine: str) -> None:
+def print_comparisons(comparisons: Sequence[Row], machine: str) -> None:
     """The table for a terminal."""
     from rich.console import Console
     from rich.table import Table
@@ -90,13 +99,13 @@ def print_comparisons(comparisons: Sequence[Comparison], machine: str) -> None:
     console.print(table)
 
 
-def write_json(file: Path, comparisons: Sequence[Comparison], machine: dict[str, Any]) -> None:
+def write_json(file: Path, comparisons: Sequence[Row], machine: dict[str, Any]) -> None:
     """Everything measured, with the machine it was measured on."""
     record = {"machine": machine, "comparisons": [comparison.to_dict() for comparison in comparisons]}
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def write_block(page: Path, name: str, comparisons: Sequence[Comparison], machine: str) -> None:
+def write_block(page: Path, name: str, comparisons: Sequence[Row], machine: str) -> None:
     """Replace the table between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown page."""
     rows = [HEADINGS, ("---",) * len(HEADINGS), *(comparison.cells for comparison in comparisons)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)

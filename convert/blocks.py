@@ -43,7 +43,11 @@ def is_finite(values: np.ndarray, code: str) -> bool:
     if code in _EXPONENT_BITS:
         magnitudes = values.view(np.uint16) & np.uint16(0x7FFF)
         return int(magnitudes.max()) < _EXPONENT_BITS[code]
-    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))  # both hand on what is not a number
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(np.dot(flat, flat)):  # one pass; no square can make up for an infinite one
+            return True
+    return bool(np.isfinite(flat.min()) and np.isfinite(flat.max()))  # both hand on what is not a number
 
 
 def same_bytes(one: StoredTensor, other: StoredTensor) -> bool:

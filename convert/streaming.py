@@ -22,7 +22,7 @@ Tick = Callable[[int], None]  # told how many bytes were done
 Job = Callable[[], tuple[mx.array, ...]]
 Rows = tuple[np.ndarray, ...]  # (weight,) or (weight, scales[, biases])
 Block = tuple[mx.array, ...] | Rows
-_BLOCKS_AHEAD = 2
+_BLOCKS_AHEAD = 4
 
 
 def outputs(
@@ -62,8 +62,10 @@ def transformed(
         for name, tensor in tensors.items()
         for start, stop in row_ranges(tensor)
     )
+    copies = not any(quantizations) and {tensor.dtype for tensor in tensors.values()} == {CODES[dtype]}
     begun: deque[tuple[str, dict[QuantizationSettings | None, Block]]] = deque()
-    for i, (name, rows) in enumerate(in_threads(reads)):
+    # Where MLX computes, its threads are the busy ones: more of ours would only take turns with this one.
+    for i, (name, rows) in enumerate(in_threads(reads) if copies else (read() for read in reads)):
         code, blocks = tensors[name].dtype, {}
         for settings in {_settings(quantization, name) for quantization in quantizations}:
             if code == CODES[dtype] and settings is None:

@@ -121,19 +121,20 @@ def _tokenizer_json(model: Any) -> dict[str, Any]:
     }
 
 
-def _merges(model: Any) -> list[list[str]]:
+def _merges(model: Any) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third, in the order in which SentencePiece would choose them.
 
     SentencePiece joins the pair whose result scores best and has no list of merges; pieces of equal score rank by id.
     """
-    rank = {piece.piece: (-piece.score, i) for i, piece in enumerate(model.pieces) if piece.type == _NORMAL}
-    splits = [
-        (*rank[piece], k, piece[:k], piece[k:])
-        for piece in rank
+    scored = [(-piece.score, i, piece.piece) for i, piece in enumerate(model.pieces) if piece.type == _NORMAL]
+    scored.sort()
+    known = {piece for *_, piece in scored}
+    return [
+        (left, right)
+        for *_, piece in scored
         for k in range(1, len(piece))
-        if piece[:k] in rank and piece[k:] in rank
+        if (left := piece[:k]) in known and (right := piece[k:]) in known
     ]
-    return [[left, right] for *_, left, right in sorted(splits)]
 
 
 def _tokenizer_config(model: Any, instruct: bool, max_length: int) -> dict[str, Any]:
