@@ -55,6 +55,7 @@ class CheckpointAdapter:
     dropout: float = 0.0
     rslora: bool = False
     alpha_is_known: bool = True  # from the training YAML; else Apple's was taken
+    head_follows: bool = False  # mlx-lm's embedding adapter, never Apple's: a tied output head changes too
 
     @property
     def kind(self) -> str:

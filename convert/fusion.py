@@ -6,23 +6,22 @@ the predictions is measured.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..adapter_config import AdapterSpec
 from ..atomic import check_target
 from ..checkpoint import is_instruct
-from ..errors import ConfigError, OutputError
+from ..errors import CheckpointError, ConfigError, OutputError
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
 from ..quantize import Quantization
-from ..tensors import mlx_name
 from .conversion import DTYPES
-from .fused import fused
+from .fused import fused, fused_quantization
 from .job import Job, run
 from .measure import Measurement
 from .needs import check_memory
-from .sources import EMBEDDING, Source, open_source
+from .sources import open_source
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,20 @@ def fuse(
     path = resolve_model(name, revision=revision, offline=offline)
     _check_apart(target, path, Path(adapter_path))
     base = open_source(path)
+    if base.adapter is not None:
+        raise CheckpointError(f"{name} has an adapter in it already: merge that first (openelm convert --fuse)")
     if requantize and base.quantization is None:
         raise ConfigError(f"{name} is not quantized, so there is nothing to requantize; leave --requantize out")
-    merged, spec = fused(base, Path(adapter_path))
-    check_memory(merged.config)
+    total, spec = fused(base, Path(adapter_path))
+    untied = total.config != base.config
+    check_memory(total.config)
     job = Job.of(
         target,
-        replace(merged, quantization=None),
+        total,
         find_tokenizer(tokenizer, path, vocab_size=base.config.vocab_size, offline=offline),
         instruct=is_instruct(name, base.folder),
-        dtype=dtype or _own_dtype(base),
-        quantization=merged.quantization if requantize else None,
+        dtype=dtype or ("bfloat16" if base.dtype == "float32" else base.dtype),
+        quantization=fused_quantization(base, untied) if requantize else None,
         base_model=base_model,
         upload_repo=upload_repo,
     )
@@ -96,18 +98,11 @@ def fuse(
         time.perf_counter() - started,
         job.dtype,
         job.quantization,
-        merged.config != base.config,
+        untied,
         base.quantization is not None and not requantize,
         distance,
         _upload(target, upload_repo, upload_dry_run),
     )
-
-
-def _own_dtype(base: Source) -> str:
-    """That of the base's embedding, or of its scales; 16 bits where it has more."""
-    packed = EMBEDDING.replace(".weight", ".scales")
-    name = mlx_name(base.tensors[packed if packed in base.tensors else EMBEDDING].dtype)
-    return name if name in ("bfloat16", "float16") else "bfloat16"
 
 
 def _check_apart(target: Path, source: Path, adapter: Path) -> None:

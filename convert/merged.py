@@ -23,13 +23,13 @@ _SHORTEST_ROW = 1e-30  # a row of zeros stays zeros
 def merged(source: Source, *, tie: bool = False) -> Source:
     """`source` with its adapter summed in, and none beside it.
 
-    An adapter of the embedding unties a tied output head; `tie` leaves that adapter out instead, so that the rest
-    stays exact and the model tied.
+    An adapter of the input embedding unties a tied output head; `tie` leaves that adapter out instead, so that the
+    rest stays exact and the model tied.
     """
     adapter, config = source.adapter, source.config
     assert adapter is not None
     tensors = dict(source.tensors)
-    if adapter.embedding is not None and config.share_input_output_layers:
+    if unties(source):
         if tie:
             adapter = adapter.without_embedding()
         else:
@@ -44,9 +44,10 @@ def merged(source: Source, *, tie: bool = False) -> Source:
 
 def unties(source: Source) -> bool:
     """Whether merging gives the model an output head of its own."""
-    return (
-        source.adapter is not None and source.adapter.embedding is not None and source.config.share_input_output_layers
-    )
+    adapter = source.adapter
+    if adapter is None or adapter.embedding is None or adapter.head_follows:
+        return False
+    return source.config.share_input_output_layers
 
 
 def base_of(source: Source) -> tuple[Source, CheckpointAdapter]:

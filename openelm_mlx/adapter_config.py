@@ -87,10 +87,10 @@ def base_dimensions(config: OpenELMConfig) -> dict[str, Any]:
 
 def check_base(spec: AdapterSpec, config: OpenELMConfig, where: str) -> None:
     """Raise ConfigError when the folder records dimensions that are not this model's."""
-    here = base_dimensions(config)
-    differing = {key: value for key, value in (spec.base or {}).items() if key in here and here[key] != value}
+    here, said = base_dimensions(config), spec.base or {}
+    differing = [key for key in here if said.get(key, here[key]) != here[key]]
     if differing:
-        key, value = next(iter(differing.items()))
+        key, value = differing[0], said[differing[0]]
         trained_on = f" {short(spec.base_model)}" if spec.base_model else " another base model"
         raise ConfigError(
             f"{where} was trained on{trained_on} with {key} {short(value)}; this model has {short(here[key])}: "

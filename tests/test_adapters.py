@@ -8,53 +8,23 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from adapters import IDS, TINY, difference, small, tiny, tiny_weights, train
 from mlx.utils import tree_flatten
 from reference import random_checkpoint, reference_logits, small_config
 
 from openelm_mlx.adapter_config import AdapterSpec, read_adapter_config
+from openelm_mlx.adapter_folder import save_adapters
 from openelm_mlx.adapter_layers import DoRALinear, InputLoRAEmbedding, LoRAEmbedding, LoRALinear
 from openelm_mlx.adapters import add_adapters, load_adapters
-from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import CheckpointError, ConfigError, OpenELMError
-from openelm_mlx.model import Model
 
-TINY = Path(__file__).parent.parent / "openelm_mlx" / "data" / "tiny"
-IDS = mx.array([[1, 17, 403, 9, 9, 250, 3]])
 EMBEDDING = "transformer.token_embeddings"
 LINEARS = ["attn.out_proj", "attn.qkv_proj", "ffn.proj_1", "ffn.proj_2"]
-
-
-def tiny_weights(dtype: mx.Dtype = mx.float32) -> list[tuple[str, mx.array]]:
-    return [(name, value.astype(dtype)) for name, value in mx.load(str(TINY / "model.safetensors")).items()]
-
-
-def tiny(dtype: mx.Dtype = mx.float32) -> Model:
-    model = Model(OpenELMConfig.from_file(TINY / "config.json"))
-    model.load_weights(tiny_weights(dtype), strict=True)
-    return model.eval()
-
-
-def small(**changes) -> Model:
-    raw = small_config(**changes)
-    model = Model(OpenELMConfig.from_dict(raw))
-    model.load_weights([(name, mx.array(value)) for name, value in random_checkpoint(raw, seed=1).items()], strict=True)
-    return model.eval()
 
 
 def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
     own = ("lora_a", "lora_b", "m", "input_lora_a", "input_lora_b")
     return {name: value for name, value in tree_flatten(model.parameters()) if name.rpartition(".")[2] in own}
-
-
-def train(model: nn.Module, seed: int = 3) -> dict[str, np.ndarray]:
-    """Stand-in for training: every adapter parameter moved by a random amount. Returns them as numpy."""
-    noise = np.random.default_rng(seed)
-    moved = {
-        name: value + mx.array(0.05 * noise.standard_normal(value.shape), value.dtype)
-        for name, value in adapter_arrays(model).items()
-    }
-    model.load_weights(list(moved.items()), strict=False)
-    return {name: np.array(value, dtype=np.float64) for name, value in moved.items()}
 
 
 def write_folder(folder: Path, model: nn.Module, *, kind: str = "lora", num_layers: int = -1, **parameters) -> Path:
@@ -70,10 +40,6 @@ def write_folder(folder: Path, model: nn.Module, *, kind: str = "lora", num_laye
     (folder / "adapter_config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "adapters.safetensors"), adapter_arrays(model))
     return folder
-
-
-def difference(a: nn.Module, b: nn.Module) -> float:
-    return mx.abs(a(IDS) - b(IDS)).max().item()
 
 
 # --- what an adapter computes ---------------------------------------------------------------------------------------
@@ -337,36 +303,57 @@ def their_tiny() -> nn.Module:
     return model.eval()
 
 
+def quantized(model: nn.Module, bits: int | None) -> nn.Module:
+    if bits:
+        nn.quantize(model, 64, bits)
+    return model.eval()
+
+
+def train_theirs(model: nn.Module) -> None:
+    """`train` for adapter layers of mlx-lm's classes."""
+    noise = np.random.default_rng(3)
+    moved = [
+        (name, value + mx.array(0.05 * noise.standard_normal(value.shape), value.dtype))
+        for name, value in adapter_arrays(model).items()
+    ]
+    model.load_weights(moved, strict=False)
+
+
 @pytest.mark.needs_mlx_lm
 @pytest.mark.parametrize(
-    ("kind", "num_layers", "keys"),
+    ("kind", "num_layers", "keys", "bits"),
     [
-        ("lora", 4, None),
-        ("lora", -1, ["attn.qkv_proj", EMBEDDING]),
-        ("dora", -1, ["attn.qkv_proj", "ffn.proj_2"]),
-        ("dora", 2, None),
+        ("lora", 4, None, None),
+        ("lora", -1, ["attn.qkv_proj", EMBEDDING], None),
+        ("lora", 2, ["attn.qkv_proj", EMBEDDING], 4),
+        ("dora", -1, ["attn.qkv_proj", "ffn.proj_2"], None),
+        ("dora", 2, None, None),
+        ("dora", 2, None, 4),
     ],
 )
-def test_an_adapter_of_mlx_lm_loads_here_and_the_reverse(tmp_path, kind, num_layers, keys):
+def test_an_adapter_of_mlx_lm_loads_here_and_the_reverse(tmp_path, kind, num_layers, keys, bits):
+    """fault G12; on a quantised base too (mlx-lm's own DoRA takes 2, 4 and 8 bits)."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.tuner.utils import load_adapters as their_load_adapters
 
     parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0} | ({"keys": keys} if keys else {})
-    theirs = their_tiny()
+    theirs = quantized(their_tiny(), bits)
     theirs.freeze()
     linear_to_lora_layers(theirs, num_layers, parameters, use_dora=kind == "dora")
-    train(theirs)
+    train_theirs(theirs)
     folder = write_folder(tmp_path / "theirs", theirs.eval(), kind=kind, num_layers=num_layers, **parameters)
-    ours = tiny()
+    ours = quantized(tiny(), bits)
     load_adapters(ours, folder)
     assert difference(ours, theirs) < 1e-3
-    assert difference(ours, tiny()) > 0.1
+    assert difference(ours, quantized(tiny(), bits)) > 0.1
 
-    mine = tiny()
-    add_adapters(mine, AdapterSpec(num_layers, kind, rank=4, scale=2.0, keys=tuple(keys) if keys else None))
+    mine = quantized(tiny(), bits)
+    spec = AdapterSpec(num_layers, kind, rank=4, scale=2.0, keys=tuple(keys) if keys else None)
+    add_adapters(mine, spec)
     train(mine, seed=4)
-    folder = write_folder(tmp_path / "ours", mine, kind=kind, num_layers=num_layers, **parameters)
-    assert difference(mine, their_load_adapters(their_tiny(), str(folder)).eval()) < 1e-3
+    save_adapters(tmp_path / "ours", mine, spec, extra_config={"training": {"seed": 1}})
+    loaded = their_load_adapters(quantized(their_tiny(), bits), str(tmp_path / "ours")).eval()
+    assert difference(mine, loaded) < 1e-3
 
 
 @pytest.mark.needs_mlx_lm
