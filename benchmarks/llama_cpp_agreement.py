@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ _TEXTS = (
     "e\u0301 differs from é", "ﬁ ½ Å ™ \u00a0 \u3000 \u200d", "Ελλάδα, мир, שלום, 日本語", "\ufffd replacement",
     "a" * 41, "<|system|>\n<|user|>\n<|assistant|>\n", "</s>", "<s>Once upon a time", "<0x41>",
 )  # fmt: skip
+OtherIds = tuple[str, list[int], list[int]]  # a text, our ids, llama.cpp's
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def _compare(args: argparse.Namespace) -> int:
     prompts = [tokenizer.encode(text) for text in _PROMPTS]
     ours = [_our_logits(model, ids) for ids in prompts]
     texts = [_our_greedy(model, ids, args.max_tokens) for ids in prompts]
-    found, other_ids = [], []
+    found: list[Agreement] = []
+    other_ids: list[OtherIds] = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in _TYPES:
             file = _export(args.model, kind, Path(folder))
@@ -90,10 +93,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _library() -> Any:
     try:
-        import llama_cpp
+        return import_module("llama_cpp")
     except ImportError:
         raise ConfigError("this comparison needs llama.cpp; pip install llama-cpp-python") from None
-    return llama_cpp
 
 
 def _export(model: str, kind: str, folder: Path) -> Path:
@@ -159,8 +161,8 @@ def _kl(reference: np.ndarray, logits: np.ndarray) -> float:
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
-def _other_ids(theirs: Any, tokenizer: Tokenizer) -> list[tuple[str, list[int], list[int]]]:
-    """Texts, and a chat prompt, that llama.cpp encodes otherwise: (text, our ids, its ids)."""
+def _other_ids(theirs: Any, tokenizer: Tokenizer) -> list[OtherIds]:
+    """Texts, and a chat prompt, that llama.cpp encodes otherwise."""
     pairs = [
         (text, tokenizer.encode(text), theirs.tokenize(text.encode(), add_bos=True, special=False)) for text in _TEXTS
     ]
