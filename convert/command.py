@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _DTYPES = ("bfloat16", "float16", "float32")
-_QUANTIZATION_FLAGS = ("q_bits", "q_group_size", "q_mode", "embedding_bits")
+_METHODS, _RECIPES = ("plain", "gptq"), ("uniform", "mixed")
+_QUANTIZATION_FLAGS = (
+    "q_bits", "q_group_size", "q_mode", "embedding_bits", "recipe", "method", "calibration", "seed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +67,12 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--q-group-size", type=int, metavar="N", help="weights that share a scale (affine: 32 64 128)")
     parser.add_argument("--q-mode", choices=_MODES, help="kind of quantization (affine)")
     parser.add_argument("--embedding-bits", type=int, metavar="N", help="for the embedding, 16 leaves it alone (8)")
+    parser.add_argument(
+        "--recipe", choices=_RECIPES, help="mixed: two bits more for embedding, first, last and narrow layers (uniform)"
+    )
+    parser.add_argument("--method", choices=_METHODS, help="gptq: round by what a text sends through the model (plain)")
+    parser.add_argument("--calibration", metavar="FILE", help="with --method gptq: that text (a bundled one)")
+    parser.add_argument("--seed", type=int, metavar="N", help="with --method gptq: which parts of a long text (0)")
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +105,11 @@ def run(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "q_group_size": args.q_group_size,
         "q_mode": args.q_mode or "affine",
-        "embedding_bits": 8 if args.embedding_bits is None else args.embedding_bits,
+        "embedding_bits": args.embedding_bits,
+        "recipe": args.recipe or "uniform",
+        "method": args.method or "plain",
+        "calibration": args.calibration,
+        "seed": args.seed,
         "tokenizer": args.tokenizer,
         "config": args.config,
         "revision": args.revision,

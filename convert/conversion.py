@@ -17,12 +17,13 @@ from ..config import OpenELMConfig
 from ..errors import ConfigError, OutputError, TokenizerError
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
-from ..quantize import Quantization, QuantizationSettings, plan
+from ..quantize import Quantization
 from ..tokenizer import Tokenizer
 from .choices import Choices, applied, check_adapter, notes, open_chosen
 from .job import Job, run
 from .measure import Measurement
 from .needs import check_disk, check_memory
+from .packing import Packing
 from .sources import Source
 from .split_folder import adapter_beside
 
@@ -32,12 +33,11 @@ _MAX_PADDING_ROWS = 256  # CoreNet pads the vocabulary to a multiple of 128, the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Choices):
-    """How to convert; `Choices` has what is to become of adapters, packed weights and several checkpoints.
+class Options(Choices, Packing):
+    """How to convert; `Packing` has how to quantise, `Choices` what becomes of adapters, packed weights and averages.
 
     dtype: of the unquantised weights, and of the scales; None is bfloat16, but packed weights and Apple's MLX files
-    keep their own. quantize: pack matrices with `q_bits` in groups of
-    `q_group_size` (None: the mode's defaults), embeddings with `embedding_bits` (16: not at all).
+    keep their own.
     tokenizer: a file, folder or Hub id. config: a CoreNet YAML or a config.json, where the source has none.
     instruct: whether to write a chat template; None asks the source's name and its folder.
     measure: compare what the new weights predict with what the source's predict.
@@ -46,11 +46,6 @@ class Options(Choices):
     """
 
     dtype: str | None = None
-    quantize: bool = False
-    q_bits: int | None = None
-    q_group_size: int | None = None
-    q_mode: str = "affine"
-    embedding_bits: int = 8
     tokenizer: str | None = None
     config: str | Path | None = None
     revision: str | None = None
@@ -62,23 +57,6 @@ class Options(Choices):
     upload_repo: str | None = None
     upload_private: bool = False
     upload_dry_run: bool = False
-
-    @property
-    def settings(self) -> QuantizationSettings | None:
-        """Raises ConfigError for bits, a group or a mode that do not go together."""
-        return QuantizationSettings.of(self.q_mode, self.q_bits, self.q_group_size) if self.quantize else None
-
-    def planned(self, config: OpenELMConfig) -> Quantization | None:
-        """What is done to every matrix. Raises ConfigError when there is nothing that can be packed."""
-        settings = self.settings
-        if settings is None:
-            return None
-        quantization = plan(config, settings, self.embedding_bits)
-        if not quantization.modules:
-            raise ConfigError(
-                f"no row of this model is made up of whole groups of {settings.group_size}; nothing to quantize"
-            )
-        return quantization
 
 
 @dataclass(frozen=True)
@@ -148,7 +126,7 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
     jobs = [
         Job.of(
             target,
-            opened,
+            one.packed(opened, found, dtype),
             found,
             instruct=instruct,
             dtype=dtype,
@@ -160,7 +138,7 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
     ]
     said = notes(with_adapter, found, options)
     with adapter_beside(with_adapter, targets[0], options):
-        distances = run(jobs, force=options.force, measured=options.measure)
+        distances = run(jobs, force=options.force, measured=options.measure, reference=opened)
     seconds = time.perf_counter() - started
     return [
         replace(_summary(job, distance, seconds, _upload(job.target, one)), notes=said)
@@ -171,8 +149,10 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
 def _check_options(targets: Sequence[Path], each: Sequence[Options]) -> None:
     """What needs no look at the source."""
     for target, options in zip(targets, each, strict=True):
-        _ = options.settings
+        options.check_packing()
         options.check()
+        if options.method == "gptq" and len(each) > 1:
+            raise ConfigError("--method gptq makes one folder at a time: give --q-bits once")
         if options.dtype is not None and options.dtype not in DTYPES:
             raise ConfigError(f"dtype must be {', '.join(DTYPES)}; got {options.dtype!r}")
         check_target(target, force=options.force)

@@ -89,7 +89,7 @@ class Job:
     def is_copy(self) -> bool:
         """Whether no value changes."""
         if self.source.quantization is not None:
-            return True
+            return not self.source.is_computed
         dtypes = {tensor.dtype for tensor in self.source.tensors.values()}
         return not self.source.is_computed and self.quantization is None and dtypes == {CODES[self.dtype]}
 
@@ -130,9 +130,12 @@ class Job:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def run(jobs: Sequence[Job], *, force: bool, measured: bool = False) -> list[Measurement | None]:
+def run(
+    jobs: Sequence[Job], *, force: bool, measured: bool = False, reference: Source | None = None
+) -> list[Measurement | None]:
     """Write every job's folder from one read of their source (and dtype); return how far each moved, if asked.
 
+    reference: what they moved from, where that is not the jobs' own source.
     Folders get their names last, when all are verified. Raises OpenELMError; every target then is as it was.
     """
     check_space(jobs[0].target, sum(job.nbytes + OTHER_FILES_BYTES for job in jobs))
@@ -143,7 +146,9 @@ def run(jobs: Sequence[Job], *, force: bool, measured: bool = False) -> list[Mea
         for job, folder in zip(jobs, folders, strict=True):
             job.write_others(folder)  # while the disk works
         written = [job.verify(folder) for job, folder in zip(jobs, folders, strict=True)]
-        distances = _distances(jobs, written) if measured else [None for _ in jobs]
+        distances: list[Measurement | None] = [None for _ in jobs]
+        if measured:
+            distances = _distances(reference or jobs[0].source, jobs, written)
         for job, folder, distance in zip(jobs, folders, distances, strict=True):
             job.write_card(folder, distance)
     return distances
@@ -167,11 +172,12 @@ def _write(jobs: Sequence[Job], writers: Sequence[Writer]) -> None:
         writer.start_sync()
 
 
-def _distances(jobs: Sequence[Job], written: Sequence[dict[str, StoredTensor]]) -> list[Measurement | None]:
-    first = jobs[0]
-    tokens = fixed_prompt(first.tokenizer, first.config)
-    with progress("measuring", first.source.nbytes + sum(job.nbytes for job in jobs)) as tick:
-        expected = source_logits(first.source.tensors, first.config, tokens, tick)
+def _distances(
+    reference: Source, jobs: Sequence[Job], written: Sequence[dict[str, StoredTensor]]
+) -> list[Measurement | None]:
+    tokens = fixed_prompt(jobs[0].tokenizer, reference.config)
+    with progress("measuring", reference.nbytes + sum(job.nbytes for job in jobs)) as tick:
+        expected = source_logits(reference.tensors, reference.config, tokens, tick)
         return [
             measure(expected, tensors, job.config, job.quantization, job.dtype, tokens, tick)
             for job, tensors in zip(jobs, written, strict=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from .errors import GenerationError
 from .model import Model
@@ -37,7 +38,7 @@ def perplexity(model: Model, ids: Sequence[int], *, context: int | None = None, 
     """
     total, count = 0.0, 0
     for log_probs, targets in predictions(model, ids, context=context):
-        total -= mx.take_along_axis(log_probs, targets[:, None], axis=-1).sum().item()
+        total -= _number(mx.take_along_axis(log_probs, targets[:, None], axis=-1).sum())
         count += targets.size
         if tick is not None:
             tick(targets.size)
@@ -49,7 +50,7 @@ def kl_divergence(reference: Model, model: Model, ids: Sequence[int], *, context
     total, count = 0.0, 0
     pairs = (predictions(one, ids, context=context) for one in (reference, model))
     for (expected, targets), (found, _) in zip(*pairs, strict=True):
-        total += (mx.exp(expected) * (expected - found)).sum().item()
+        total += _number((mx.exp(expected) * (expected - found)).sum())
         count += targets.size
     return total / count
 
@@ -59,11 +60,15 @@ def predictions(model: Model, ids: Sequence[int], *, context: int | None = None)
     length = model.config.max_context_length if context is None else context
     _check(ids, length, model.config.vocab_size)
     for start in range(0, len(ids) - 1, length - 1):
-        window = mx.array(ids[start : start + length])
+        window = mx.array(list(ids[start : start + length]))
         hidden = model.transformer(window[None, :-1])  # (1, L, E)
         for i in range(0, hidden.shape[1], _ROWS):
             logits = model.head(hidden[:, i : i + _ROWS])[0].astype(mx.float32)
             yield logits - mx.logsumexp(logits, axis=-1, keepdims=True), window[1:][i : i + _ROWS]
+
+
+def _number(scalar: mx.array) -> float:
+    return float(np.array(scalar))
 
 
 def _check(ids: Sequence[int], length: int, vocab_size: int) -> None:
