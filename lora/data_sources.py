@@ -1,7 +1,7 @@
 """Where rows come from: a folder of files, a single file, or a Hub dataset. Nothing is read before it is asked for."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ class Source:
     """Rows of one file or one split of a Hub dataset. `rows` may be gone through once."""
 
     name: str
-    rows: Iterable[Row]
+    rows: Generator[Row, None, None]
     columns: Columns
 
 

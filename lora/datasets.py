@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -14,9 +15,10 @@ from ..tokenizer import Tokenizer
 from .data_settings import DEFAULT_VAL_SPLIT, DataSettings
 from .data_sources import Source, find_sources
 from .data_summary import account, overlap
-from .formats import Example, detect, interpret, nothing_to_learn
+from .formats import Columns, Example, FormatName, detect, interpret, nothing_to_learn
 from .long_rows import Fitting
 from .progress import counting
+from .rows import Row
 from .sequences import Encoder, Sequence
 
 Notify = Callable[[str], None]
@@ -114,19 +116,24 @@ def _nothing(name: str, split: _Split | None) -> DataError:
 def _read(name: str, sources: list[Source], settings: DataSettings) -> _Split:
     split = _Split(name, [], Counter(), [])
     for source in sources:
-        form = None
-        for row in islice(source.rows, settings.max_rows):
-            form = form or detect(row, source.columns)
-            if form == "text" and settings.mask_prompt:
-                raise DataError(f"{row.where}: a text row has no prompt to mask: leave out --mask-prompt")
-            example = interpret(row, form, source.columns)
-            split.formats[form] += 1
-            reason = nothing_to_learn(example)
-            if reason:
-                split.left_out.append(f"{row.where} has {reason}: {row.excerpt}")
-            else:
-                split.examples.append((example, row.where))
+        with closing(source.rows) as rows:
+            form = None
+            for row in islice(rows, settings.max_rows):
+                form = form or detect(row, source.columns)
+                _add(split, row, form, source.columns, mask_prompt=settings.mask_prompt)
     return split
+
+
+def _add(split: _Split, row: Row, form: FormatName, columns: Columns, *, mask_prompt: bool) -> None:
+    if form == "text" and mask_prompt:
+        raise DataError(f"{row.where}: a text row has no prompt to mask: leave out --mask-prompt")
+    example = interpret(row, form, columns)
+    split.formats[form] += 1
+    reason = nothing_to_learn(example)
+    if reason:
+        split.left_out.append(f"{row.where} has {reason}: {row.excerpt}")
+    else:
+        split.examples.append((example, row.where))
 
 
 def _divided(train: _Split, share: float, seed: int) -> tuple[_Split, _Split]:

@@ -4,7 +4,7 @@ The library is asked for data only: no code of a dataset runs (it cannot from ve
 With a row limit a dataset is streamed, so that no more is fetched than is used.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -89,7 +89,7 @@ def _source(
 ) -> Source:
     streaming = settings.max_rows is not None and "[" not in split  # a slice is a limit of its own
 
-    def rows() -> Iterator[Row]:
+    def rows() -> Generator[Row, None, None]:
         loaded = _asked(path, lambda: iter(library.load_dataset(path, split=split, streaming=streaming, **config)))
         number = 0
         while (value := _asked(path, lambda: next(loaded, None))) is not None:

@@ -5,7 +5,7 @@ Lines are read one by one, so a limit also limits what is read. What is wrong is
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ def excerpt(text: str) -> str:
     return " ".join(printable(text[:SHOWN]).split())
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """The rows of a file, blank lines left out. Raises DataError."""
+def read_rows(file: Path) -> Generator[Row, None, None]:
+    """The rows of a file, blank lines left out; close it to leave early. Raises DataError."""
     try:
         with file.open("rb") as stream:
             start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -69,10 +69,11 @@ def _decoded(data: bytes, name: str, first_line: int) -> str:
 
 def _parsed(text: str, name: str, first_line: int) -> Any:
     expected = "expected a JSON object on each line, or one JSON array of objects"
+    text = text.rstrip()
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        line = text.split("\n")[error.lineno - 1].strip() or text.strip()
+        line = text.split("\n")[error.lineno - 1].strip()
         where = f"{name}:{first_line + error.lineno - 1}, column {error.colno}"
         raise DataError(f"{where}: {expected}, but {error.msg}: {excerpt(line)}") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, brackets nested without end
