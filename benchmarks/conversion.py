@@ -56,8 +56,8 @@ PROMISES = (
     Promise("1.1B bf16 -> bf16", "1_1B", "bfloat16", 'dtype="bfloat16"', 1.3, limit_mb=64),
 )
 _PT_SPEED = 2.5
-_3B = Promise("3B fp32, 3 shards -> 4-bit", "3B", "float32", 'dtype="bfloat16", quantize=True', 0, limit_mb=300)
-_3B_LIMIT_S = 180.0
+_3B = Promise("3B fp32, 3 shards -> 4-bit", "3B", "float32", 'dtype="bfloat16", quantize=True', 0, limit_mb=150)
+_3B_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)

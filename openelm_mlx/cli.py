@@ -1,7 +1,8 @@
 """The `openelm` command: finds the subcommand, imports it, and turns errors into one line and an exit status.
 
 The composition root: the only module that names the rooms, each imported when its command runs. Status 0 done, 1 a run
-failed, 2 the user must change something, 130 interrupted. Results go to stdout, everything else to stderr.
+failed, 2 the user must change something, 130 interrupted, 143 terminated. Results go to stdout, everything else to
+stderr.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import NoReturn
 
 from . import __version__
 from .errors import OpenELMError, OutputError
+from .termination import EXIT_STATUS, Terminated, sigterm_raises
 
 # command -> (module with add_arguments(parser) and run(args), one line of help)
 COMMANDS = {
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _prepare_streams()
-        status = _run(arguments)
+        with sigterm_raises():
+            status = _run(arguments)
         sys.stdout.flush()  # here, where a full disk is still an error that can be told
         return status
     except OpenELMError as error:
@@ -55,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("openelm: interrupted", file=sys.stderr)
         return 130
+    except Terminated:
+        print("openelm: terminated", file=sys.stderr)
+        return EXIT_STATUS
     except BrokenPipeError:  # the reader of our output (`| head`) has gone: nothing more to say, and nowhere to say it
         _silence_stdout()
         return 0
