@@ -1,11 +1,23 @@
 """What a training loop tells while it runs: mlx-lm's two reports, with its names, and each update."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from .state import Progress
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update: the sum of the losses, the number of targets, the gradient's length before it was clipped."""
+
+    loss: float
+    targets: int
+    grad_norm: float
+    learning_rate: float
+    seconds: float
 
 
 class TrainingCallback:
@@ -30,16 +42,15 @@ class Meter:
         self._elapsed_s = 0.0
         self._clear()
 
-    def add(self, loss: float, targets: int, norm: float, seconds: float) -> None:
-        """One update: sum of the losses, number of targets, gradient length, time."""
-        self._loss += loss
-        self._targets += targets
-        self._norm = norm
-        self._seconds += seconds
-        self._elapsed_s += seconds
-        self._progress.seconds += seconds
+    def add(self, step: Step) -> None:
+        self._last = step
+        self._loss += step.loss
+        self._targets += step.targets
+        self._seconds += step.seconds
+        self._elapsed_s += step.seconds
+        self._progress.seconds += step.seconds
 
-    def report(self, learning_rate: float) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """The figures since the last report; times in seconds, `peak_memory` in GB as mlx-lm counts it."""
         progress = self._progress
         done, here = progress.iteration - self._reported_at, progress.iteration - self._first
@@ -47,8 +58,8 @@ class Meter:
             "iteration": progress.iteration,
             "update": progress.update,
             "train_loss": self._loss / self._targets,
-            "learning_rate": learning_rate,
-            "grad_norm": self._norm,
+            "learning_rate": self._last.learning_rate,
+            "grad_norm": self._last.grad_norm,
             "iterations_per_second": done / self._seconds,
             "tokens_per_second": self._targets / self._seconds,
             "trained_tokens": progress.trained_tokens,
@@ -60,5 +71,5 @@ class Meter:
         return report
 
     def _clear(self) -> None:
-        self._loss, self._targets, self._norm, self._seconds = 0.0, 0, 0.0, 0.0
+        self._loss, self._targets, self._seconds = 0.0, 0, 0.0
         self._reported_at = self._progress.iteration

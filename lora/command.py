@@ -8,7 +8,6 @@ openelm lora --model MODEL --data FOLDER --dry-run            what would be trai
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ _FREE = (
 
 def run(args: argparse.Namespace) -> int:
     """Status 1 for a run that failed, 130 where it was interrupted; results on stdout."""
+    from .parallel import rank
     from .report import tell
 
     settings, record = _settings(args)
@@ -38,9 +38,11 @@ def run(args: argparse.Namespace) -> int:
     from . import job
 
     if args.show_batch:
-        return job.show_batch(settings)
+        job.show_first_batch(settings)
+        return 0
     if args.dry_run:
-        return job.dry_run(settings, as_json=args.json)
+        _print(job.dry_run(settings), as_json=args.json)
+        return 0
     if args.plot:
         from .log import check_plot
 
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         plot_loss(Path(settings.adapter_path), Path(args.plot))
     if settings.test:
         result |= job.test_adapters(settings)
-    _print(result, as_json=args.json)
+    if rank() == 0:
+        _print(result, as_json=args.json)
     return 0
 
 
@@ -91,5 +94,23 @@ def _print(result: dict[str, Any], *, as_json: bool) -> None:
         return
     if "test_loss" in result:
         print(f"test loss {result['test_loss']:.4f}, perplexity {result['test_perplexity']:.3f}")
+    if "memory_bytes" in result:
+        for line in _plan(result):
+            print(line)
     if "adapter_path" in result:
-        print(f"{result['adapter_path']}: adapters of iteration {result['iteration']}", file=sys.stdout)
+        print(f"{result['adapter_path']}: adapters of iteration {result['iteration']}")
+
+
+def _plan(result: dict[str, Any]) -> list[str]:
+    """What --dry-run found, for people."""
+    rows, length = result["largest_batch"]
+    rates = ", ".join(f"{rate:.3g}" for rate in result["learning_rates"])
+    return [
+        f"trainable parameters  {result['trainable_parameters']:,} of {result['parameters']:,}",
+        f"targets               {result['targets']}",
+        f"tokens                {result['epoch_tokens']:,} an epoch, {result['tokens']:,} in all",
+        f"steps                 {result['iterations']:,} iterations, {result['updates']:,} updates",
+        f"learning rate         {rates} (first, middle and last update)",
+        f"memory                {result['memory_bytes'] / 1e9:.2f} GB, {result['weights_bytes'] / 1e9:.2f} GB of them "
+        f"weights, with batches of {rows} x {length} tokens; {result['device']}",
+    ]

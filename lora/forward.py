@@ -33,7 +33,8 @@ def hidden_states(
     x = model.transformer.token_embeddings(tokens)
     for number, layer in enumerate(model.layers, start=1):
         layer_seed = None if seed is None else seed + number
-        run = _checkpointed if checkpoint else _plain
+        # The last layer's gradient comes first: nothing would be saved by computing it a second time.
+        run = _checkpointed if checkpoint and number < len(model.layers) else _plain
         x = run(layer, x, mask, layer_seed)
     if seed is not None:
         mx.random.seed(seed + len(model.layers) + 1)  # for an adapter of the output head

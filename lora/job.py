@@ -22,6 +22,7 @@ from ..safetensors_file import read_header
 from ..tokenizer import Tokenizer
 from .batches import Batches
 from .datasets import Datasets, load_datasets
+from .estimate import estimate
 from .folder import AdapterFolder, check_folder
 from .interrupt import asked_to_stop
 from .log import LogFile
@@ -32,15 +33,17 @@ from .report import Lines, services, tell
 from .schedule import make_schedule
 from .sequences import Sequence
 from .settings import Settings
+from .show_batch import show_batch
 from .state import Progress, restore
 from .targets import Targets, describe_targets
 from .trainer import Run, evaluate, train
+from .watchdog import Watchdog
 
 
 def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: bool) -> dict[str, Any]:
     """Train, or go on with the run of `record`. Returns what to print; raises KeyboardInterrupt after saving."""
     folder = Path(settings.adapter_path)
-    if record is None:
+    if record is None and rank() == 0:
         check_folder(folder, force=force)
     model, tokenizer = load_model(settings)
     spec, targets = prepare(model, settings)
@@ -48,7 +51,7 @@ def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: 
         load_weights(model, Path(settings.resume_adapter_file))
     for line in targets.lines:
         tell(line)
-    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length)
+    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length, notify=tell)
     batches = make_batches(data.train, settings, model)
     iterations = total_iterations(settings, len(batches))
     fingerprint = data_fingerprint(data.train)
@@ -72,16 +75,18 @@ def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: 
 def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) -> dict[str, Any]:
     progress, folder, writes = run.progress, writer.path, rank() == 0
     lines = Lines(run.iterations, progress)
+    watchdog = Watchdog(progress)
+    run.callbacks = [watchdog]
     if writes:
         run.save, run.save_best = partial(writer.save, progress), writer.save_best
-        run.callbacks = [
+        run.callbacks += [
             lines,
             LogFile(folder, settings.to_dict(), progress.iteration),
             *services(settings.report_to, settings.project_name, folder, settings.to_dict()),
         ]
     note = partial(tell, "stopping after this update; Ctrl-C again stops at once")
     try:
-        with asked_to_stop(note) as interrupted, wired_limit(_wired_bytes(run.model)):
+        with asked_to_stop(note) as interrupted, wired_limit(_wired_bytes(run.model)), watchdog:
             run.interrupted = interrupted
             if data.valid and settings.val_batches:
                 run.validate = partial(_validation, run, data.valid, settings.val_batches)
@@ -121,12 +126,53 @@ def test_adapters(settings: Settings) -> dict[str, Any]:
     if settings.adapter_path:
         load_adapters(model, Path(settings.adapter_path))
     limit = model.config.max_context_length
-    data = load_datasets(settings.data, tokenizer, splits=("test",), max_context=limit)
+    data = load_datasets(settings.data, tokenizer, splits=("test",), max_context=limit, notify=tell)
     batches = make_batches(data.test, settings, model, shuffle=False)
     with counting("test", len(batches)) as tick:
         loss = evaluate(model, batches, settings.test_batches, interrupted=lambda: False, tick=tick)
     assert loss is not None
     return {"test_loss": loss, "test_perplexity": math.exp(min(loss, 700))}
+
+
+def show_first_batch(settings: Settings) -> dict[str, Any]:
+    """Print what the first iteration would read and learn."""
+    model, tokenizer = load_model(settings)
+    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length, notify=tell)
+    show_batch(make_batches(data.train, settings, model).batch(0), tokenizer)
+    return {}
+
+
+def dry_run(settings: Settings) -> dict[str, Any]:
+    """What a run would train, on how much, for how long, in how much memory; nothing is written."""
+    model, tokenizer = load_model(settings)
+    spec, targets = prepare(model, settings)
+    for line in targets.lines:
+        tell(line)
+    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length, notify=tell)
+    batches = make_batches(data.train, settings, model)
+    iterations = total_iterations(settings, len(batches))
+    updates = iterations // settings.grad_accumulation_steps
+    schedule = make_schedule(settings.lr_schedule, settings.learning_rate, updates)
+    tell(_start_line(settings, iterations, len(batches), Progress()))
+    largest = max((batches.batch(i).tokens.shape for i in range(len(batches))), key=math.prod)
+    memory = estimate(model, spec, settings, *largest)
+    return {
+        "model": settings.model or "tiny",
+        "trainable_parameters": targets.trainable,
+        "parameters": targets.total,
+        "targets": targets.adapted,
+        "names": list(targets.names),
+        "rows": len(data.train),
+        "epoch_tokens": batches.epoch_tokens,
+        "tokens": round(batches.epoch_tokens * iterations / len(batches)),
+        "iterations": iterations,
+        "updates": updates,
+        "learning_rates": [schedule(0), schedule(updates // 2), schedule(updates - 1)],
+        "largest_batch": list(largest),
+        "memory_bytes": memory.total,
+        "weights_bytes": memory.weights,
+        "device": memory.device,
+    }
 
 
 def load_model(settings: Settings) -> tuple[Model, Tokenizer]:
@@ -166,7 +212,7 @@ def load_weights(model: Model, file: Path) -> None:
     ]
     if faults:
         raise CheckpointError(f"{file} does not fit what is to be trained: {listing(faults)}")
-    loaded: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
+    loaded: Any = mx.load(str(file))
     model.load_weights([(name, loaded[name].astype(array.dtype)) for name, array in expected.items()], strict=False)
 
 

@@ -1,4 +1,4 @@
-"""`training_log.jsonl` in the adapter folder: one report a line, the settings first; and the loss curve drawn from it."""
+"""`training_log.jsonl` in the adapter folder: settings, then one report a line; and the loss curve drawn from it."""
 
 import json
 from collections.abc import Mapping

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..model import Model
 
@@ -75,40 +76,52 @@ def chunked_with_gradient(
     """The same sum, differentiable by `parameters` and `hidden`, whose gradients are computed along with it."""
 
     def chunk_loss(parameters: Any, hidden: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-        return (token_losses(head(parameters, hidden), targets, z_loss) * weights).sum()
+        return _weighted_sum(head(parameters, hidden), targets, weights, z_loss)
 
-    by_both = mx.value_and_grad(chunk_loss, argnums=(0, 1))
+    by_both: Any = mx.value_and_grad(chunk_loss, argnums=(0, 1))
     names, leaves = _flatten(parameters)
 
     @mx.custom_function
     def loss(hidden: mx.array, *leaves: mx.array) -> tuple[mx.array, ...]:
-        total, head_gradients, hidden_gradients = mx.array(0.0), [mx.zeros_like(leaf) for leaf in leaves], []
+        total, by_leaves, by_hidden = mx.array(0.0), [mx.zeros_like(leaf) for leaf in leaves], []
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            value, (by_head, by_hidden) = by_both(
-                _unflatten(names, leaves), hidden[part], targets[part], weights[part]
-            )
+            tree = tree_unflatten(list(zip(names, leaves, strict=True))) if names else {}
+            value, (by_tree, by_part) = by_both(tree, hidden[part], targets[part], weights[part])
             total = total + value
-            head_gradients = [sum_ + new for sum_, new in zip(head_gradients, _flatten(by_head)[1], strict=True)]
-            hidden_gradients.append(by_hidden)
-        return total, mx.concatenate(hidden_gradients), *head_gradients
+            by_leaves = [old + new for old, new in zip(by_leaves, _flatten(by_tree)[1], strict=True)]
+            by_hidden.append(by_part)
+        return total, mx.concatenate(by_hidden), *by_leaves
 
     @loss.vjp
     def _(primals: Any, cotangents: Any, outputs: Any) -> Any:
-        scale = cotangents[0]
-        return tuple((scale * gradient).astype(gradient.dtype) for gradient in outputs[1:])
+        return tuple((cotangents[0] * gradient).astype(gradient.dtype) for gradient in outputs[1:])
 
-    return loss(hidden, *leaves)[0]
+    results: Any = loss(hidden, *leaves)
+    return results[0]
+
+
+def _weighted_sum(logits: mx.array, targets: mx.array, weights: mx.array, z_loss: float) -> mx.array:
+    """sum(weights * token_losses), with its gradient written out: softmax - onehot, in the logits' own memory."""
+
+    @mx.custom_function
+    def total(logits: mx.array) -> mx.array:
+        return (token_losses(logits, targets, z_loss) * weights).sum()
+
+    @total.vjp
+    def _(logits: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
+        wide = logits.astype(mx.float32)
+        normaliser = mx.logsumexp(wide, axis=-1, keepdims=True)
+        scale = cotangent * weights[:, None]
+        by_logits = mx.exp(wide - normaliser) * (scale * (1 + 2 * z_loss * normaliser))
+        chosen = targets[:, None]
+        less = mx.take_along_axis(by_logits, chosen, axis=-1) - scale
+        return mx.put_along_axis(by_logits, chosen, less, axis=-1).astype(logits.dtype)
+
+    result: Any = total(logits)
+    return result
 
 
 def _flatten(tree: Any) -> tuple[list[str], list[mx.array]]:
-    from mlx.utils import tree_flatten
-
-    pairs = tree_flatten(tree)
+    pairs: Any = tree_flatten(tree)
     return [name for name, _ in pairs], [leaf for _, leaf in pairs]
-
-
-def _unflatten(names: list[str], leaves: Any) -> Any:
-    from mlx.utils import tree_unflatten
-
-    return tree_unflatten(list(zip(names, leaves, strict=True))) if names else {}

@@ -18,6 +18,14 @@ def rank() -> int:
     return mx.distributed.init().rank()
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether any rank says so: what one decides alone (it was interrupted) all must do in the same step."""
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return flag
+    return bool(mx.distributed.all_sum(mx.array(float(flag))).item())
+
+
 def share(batch: Batch) -> Batch:
     """The rows of a batch that this rank computes."""
     group = mx.distributed.init()

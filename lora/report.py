@@ -9,14 +9,16 @@ from typing import Any
 
 from ..errors import ConfigError
 from .callbacks import TrainingCallback
+from .parallel import rank
 from .state import Progress
 
 SERVICES = ("wandb", "swanlab")
 
 
 def tell(line: str) -> None:
-    """One line on stderr."""
-    print(f"openelm: {line}", file=sys.stderr, flush=True)
+    """One line on stderr, from the first of several ranks."""
+    if rank() == 0:
+        print(f"openelm: {line}", file=sys.stderr, flush=True)
 
 
 class Lines(TrainingCallback):
@@ -76,7 +78,7 @@ class Service(TrainingCallback):
 
 
 def services(report_to: str | None, project: str | None, folder: Path, settings: Mapping[str, Any]) -> list[Service]:
-    """The services named, separated by commas, each with its run begun. Raises ConfigError for unknown or missing ones."""
+    """The services named, separated by commas, each with its run begun. Raises ConfigError for unknown ones."""
     names = [name.strip().lower() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in SERVICES:

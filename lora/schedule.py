@@ -14,7 +14,15 @@ from ..config_keys import short
 from ..errors import ConfigError
 
 Schedule = Callable[[int], float]
-NAMES = ("constant", "cosine_decay", "linear_schedule", "exponential_decay", "step_decay")
+# name -> what its arguments are, after the peak; None stands for the default
+ARGUMENTS = {
+    "constant": (),
+    "cosine_decay": ("updates", "end"),
+    "linear_schedule": ("end", "updates"),
+    "exponential_decay": ("rate",),
+    "step_decay": ("rate", "size"),
+}
+NAMES = tuple(ARGUMENTS)
 _KEYS = ("name", "warmup", "warmup_init", "arguments")
 
 
@@ -29,14 +37,14 @@ def make_schedule(settings: Mapping[str, Any] | None, learning_rate: float, upda
     if unknown:
         raise ConfigError(f"lr_schedule has the unknown key {short(unknown[0])}; expected {', '.join(_KEYS)}")
     name = settings.get("name", "constant")
-    if name not in NAMES:
+    if name not in ARGUMENTS:
         raise ConfigError(f"lr_schedule name must be one of {', '.join(NAMES)}, got {short(name)}")
-    warmup = _number(settings, "warmup", 0.0)
+    warmup = _number(settings, "warmup")
     warmup_updates = round(warmup * updates) if warmup < 1 else int(warmup)
-    start = _number(settings, "warmup_init", 0.0)
-    arguments = _arguments(settings.get("arguments"), learning_rate)
-    decay = _decay(name, arguments, max(1, updates - warmup_updates))
-    peak = arguments[0]
+    start = _number(settings, "warmup_init")
+    given = _arguments(name, settings.get("arguments"))
+    peak = given.get("peak", learning_rate)
+    decay = _decay(name, peak, {"updates": max(1, updates - warmup_updates), "end": 0.0, **given})
 
     def schedule(update: int) -> float:
         if update < warmup_updates:
@@ -46,68 +54,43 @@ def make_schedule(settings: Mapping[str, Any] | None, learning_rate: float, upda
     return schedule
 
 
-def _decay(name: str, arguments: list[float | None], rest: int) -> Schedule:
+def _decay(name: str, peak: float, arguments: Mapping[str, float]) -> Schedule:
     """What follows the warm-up, by updates since its end."""
-    peak = arguments[0]
-    assert peak is not None
-    if name == "constant":
-        _at_most(name, arguments, 1)
-        return lambda update: peak
+    length, end = arguments["updates"], arguments["end"]
     if name == "cosine_decay":
-        steps, end = _two(name, arguments, rest, 0.0)
-        return lambda update: end + (peak - end) * (1 + math.cos(math.pi * min(update, steps) / steps)) / 2
+        return lambda update: end + (peak - end) * (1 + math.cos(math.pi * min(update, length) / length)) / 2
     if name == "linear_schedule":
-        _at_most(name, arguments, 3)
-        end, steps = [*arguments[1:], *[None] * (3 - len(arguments))]
-        end, steps = 0.0 if end is None else end, rest if steps is None else steps
-        _check_steps(name, steps)
-        return lambda update: peak + (end - peak) * min(update, steps) / steps
+        return lambda update: peak + (end - peak) * min(update, length) / length
     if name == "exponential_decay":
-        _at_most(name, arguments, 2)
-        rate = _required(name, arguments, 1)
-        return lambda update: peak * rate**update
-    _at_most(name, arguments, 3)
-    rate, size = _required(name, arguments, 1), _required(name, arguments, 2)
-    _check_steps(name, size)
-    return lambda update: peak * rate ** (update // size)
+        return lambda update: peak * arguments["rate"] ** update
+    if name == "step_decay":
+        return lambda update: peak * arguments["rate"] ** (update // arguments["size"])
+    return lambda update: peak
 
 
-def _arguments(given: Any, learning_rate: float) -> list[float | None]:
-    if given is None or given == []:
-        return [learning_rate]
+def _arguments(name: str, given: Any) -> dict[str, float]:
+    """The arguments that were given, by name. Raises ConfigError for wrong ones."""
+    names = ("peak", *ARGUMENTS[name])
+    expected = f"lr_schedule {name} takes the arguments [{', '.join(names)}]"
+    if given is None:
+        given = []
     if not isinstance(given, list) or not all(value is None or _is_number(value) for value in given):
-        raise ConfigError(f"lr_schedule arguments must be a list of numbers, got {short(given)}")
-    return [learning_rate if given[0] is None else given[0], *given[1:]]
+        raise ConfigError(f"{expected}, as numbers, got {short(given)}")
+    if len(given) > len(names):
+        raise ConfigError(f"{expected}, got {len(given)}: {short(given)}")
+    found = {key: value for key, value in zip(names, given, strict=False) if value is not None}
+    missing = [key for key in names if key in ("rate", "size") and key not in found]
+    if missing:
+        raise ConfigError(f"{expected}; {missing[0]} is missing")
+    for key in ("updates", "size"):
+        if found.get(key, 1) < 1:
+            raise ConfigError(f"{expected}; {key} must be 1 or more, got {found[key]}")
+    return found
 
 
-def _two(name: str, arguments: list[float | None], rest: int, default_end: float) -> tuple[float, float]:
-    _at_most(name, arguments, 3)
-    steps, end = [*arguments[1:], *[None] * (3 - len(arguments))]
-    steps, end = rest if steps is None else steps, default_end if end is None else end
-    _check_steps(name, steps)
-    return steps, end
-
-
-def _check_steps(name: str, steps: float) -> None:
-    if steps < 1:
-        raise ConfigError(f"lr_schedule {name}: the number of updates must be 1 or more, got {steps}")
-
-
-def _required(name: str, arguments: list[float | None], place: int) -> float:
-    value = arguments[place] if place < len(arguments) else None
-    if value is None:
-        raise ConfigError(f"lr_schedule {name} needs argument {place + 1} of its arguments, got {short(arguments)}")
-    return value
-
-
-def _at_most(name: str, arguments: list[float | None], count: int) -> None:
-    if len(arguments) > count:
-        raise ConfigError(f"lr_schedule {name} takes {count} arguments at most, got {short(arguments)}")
-
-
-def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
-    value = settings.get(key, default)
-    value = default if value is None else value
+def _number(settings: Mapping[str, Any], key: str) -> float:
+    value = settings.get(key)
+    value = 0.0 if value is None else value
     if not _is_number(value) or value < 0:
         raise ConfigError(f"lr_schedule {key} must be a number of at least 0, got {short(value)}")
     return float(value)

@@ -143,11 +143,12 @@ def known_keys() -> tuple[str, ...]:
 
 
 def _type_fault(key: str, value: Any, annotation: Any) -> str | None:
-    wanted = {
+    types: dict[Any, Any] = {
         str: str, str | None: str, bool: bool, bool | None: bool, int: int, int | None: int,
         float: (int, float), float | None: (int, float),
-    }.get(annotation, Mapping)  # fmt: skip
+    }  # fmt: skip
+    wanted = types.get(annotation, Mapping)
     if isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)):
         return None
-    names = {bool: "true or false", int: "a whole number", str: "a text", Mapping: "a mapping"}
+    names: dict[Any, str] = {bool: "true or false", int: "a whole number", str: "a text", Mapping: "a mapping"}
     return f"{key} must be {names.get(wanted, 'a number')}, got {short(value)}"

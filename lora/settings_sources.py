@@ -47,7 +47,8 @@ def read_settings(args: argparse.Namespace, stored: Mapping[str, Any] | None = N
 
 def flag_values(args: argparse.Namespace) -> dict[str, Any]:
     """What was given on the command line, in the shape of a YAML file."""
-    known, values = known_keys(), {}
+    known = known_keys()
+    values: dict[str, Any] = {}
     for flag, value in vars(args).items():
         if value is None:
             continue

@@ -65,9 +65,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"nothing to resume: {folder} has no {STATE_NAME}; start without --resume")
     read_header(path)  # names what is wrong with a damaged file
-    _, metadata = mx.load(str(path), return_metadata=True)  # type: ignore[misc]
+    loaded: Any = mx.load(str(path), return_metadata=True)
     try:
-        record = json.loads(metadata.get(_RECORD, ""))
+        record = json.loads(loaded[1].get(_RECORD, ""))
         version = record["format_version"]
         Progress(**record["progress"])
     except (ValueError, KeyError, TypeError):
@@ -84,7 +84,7 @@ def restore(folder: Path, model: Model, optimizer: Any) -> Progress:
     """
     record = read_record(folder)
     path = folder / STATE_NAME
-    stored: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
+    stored: Any = mx.load(str(path))
     optimizer.init(model.trainable_parameters())
     expected = _arrays(model, optimizer)
     faults = [f"missing {name}" for name in expected if name not in stored]

@@ -7,7 +7,7 @@ the number of targets of the whole update: eight rows at once and four times two
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -15,11 +15,11 @@ from mlx.utils import tree_map
 from ..errors import RunFailedError
 from ..model import Model
 from .batches import Batch, Batches
-from .callbacks import Meter, TrainingCallback
+from .callbacks import Meter, Step, TrainingCallback
 from .forward import hidden_states
 from .loss import summed_loss
 from .optimizers import mean_gradients
-from .parallel import add_up, share
+from .parallel import add_up, any_rank, share
 from .schedule import Schedule
 from .settings import Settings
 from .state import Progress
@@ -56,16 +56,14 @@ def train(run: Run) -> str:
         _evaluate(run, first=True)
     meter = Meter(run.iterations, progress)
     run.model.train()
-    while progress.iteration < run.iterations and not run.interrupted():
+    while progress.iteration < run.iterations and not any_rank(run.interrupted()):
         before = progress.iteration
-        start = time.perf_counter()
-        loss, targets, norm = update(run)
-        meter.add(loss, targets, norm, time.perf_counter() - start)
+        meter.add(update(run))
         for callback in run.callbacks:
             callback.on_update(progress)
         last = progress.iteration >= run.iterations
         if _due(settings.steps_per_report, before, progress.iteration) or last:
-            report = meter.report(run.schedule(progress.update - 1))
+            report = meter.report()
             for callback in run.callbacks:
                 callback.on_train_loss_report(report)
         if _due(settings.steps_per_eval, before, progress.iteration) or last:
@@ -81,22 +79,23 @@ def train(run: Run) -> str:
     return "finished"
 
 
-def update(run: Run) -> tuple[float, int, float]:
-    """One step of the optimizer: (sum of the losses, number of targets, length of the gradient)."""
+def update(run: Run) -> Step:
+    """One step of the optimizer."""
     progress, settings = run.progress, run.settings
+    start = time.perf_counter()
     window = [run.batches.batch(progress.iteration + i) for i in range(settings.grad_accumulation_steps)]
     total, count, gradients = mx.array(0.0), mx.array(0.0), None
     for number, batch in enumerate(window, start=progress.iteration):
-        value, targets, new = batch_gradients(run.model, share(batch), settings, number)
+        value, counted, new = batch_gradients(run.model, share(batch), settings, number)
         gradients = new if gradients is None else tree_map(mx.add, gradients, new)
-        total, count = total + value, count + targets
+        total, count = total + value, count + counted
         mx.eval(total, count, gradients)  # now, so that only one batch's activations are held
     total, count, gradients = add_up(total, count, gradients)
     gradients, norm = mean_gradients(gradients, count, settings.clip_grad_norm)
-    mx.eval(total, count, norm)
-    loss, targets = total.item(), round(count.item())
+    mx.eval(gradients, norm)
+    loss, targets, length = cast(float, total.item()), int(cast(float, count.item())), cast(float, norm.item())
     learning_rate = run.schedule(progress.update)
-    check_step(run, loss, targets, norm.item(), learning_rate, window)
+    check_step(run, loss, targets, length, learning_rate, window)
     run.optimizer.learning_rate = learning_rate
     run.optimizer.update(run.model, gradients)
     del gradients
@@ -106,7 +105,7 @@ def update(run: Run) -> tuple[float, int, float]:
     progress.iteration += len(window)
     progress.update += 1
     progress.trained_tokens += targets
-    return loss, targets, norm.item()
+    return Step(loss, targets, length, learning_rate, time.perf_counter() - start)
 
 
 def batch_gradients(model: Model, batch: Batch, settings: Settings, iteration: int) -> tuple[mx.array, mx.array, Any]:
@@ -141,8 +140,7 @@ def check_step(run: Run, loss: float, targets: int, norm: float, learning_rate: 
     dtype = str(run.model.transformer.norm.weight.dtype).rpartition(".")[-1]
     raise RunFailedError(
         f"stopped at iteration {run.progress.iteration + len(window)}: {reason} (learning rate {learning_rate:g}, "
-        f"{dtype}, rows {shown}); the last good state, of iteration {run.progress.iteration}, is kept as far as it "
-        "was saved"
+        f"{dtype}, rows {shown}); what was saved before is kept: a lower learning rate may help"
     )
 
 
@@ -158,13 +156,13 @@ def evaluate(
     model.eval()
     try:
         for number in range(len(batches) if count == -1 else min(count, len(batches))):
-            if interrupted():
+            if any_rank(interrupted()):
                 return None
             batch = share(batches.batch(number))
             hidden = hidden_states(model, batch.tokens, batch.segments)
             added, counted, _ = add_up(*summed_loss(model, hidden, batch.tokens, batch.counted), None)
             mx.eval(added, counted)
-            total, targets = total + added.item(), targets + counted.item()
+            total, targets = total + cast(float, added.item()), targets + cast(float, counted.item())
             tick(1)
     finally:
         model.train(training)

@@ -14,6 +14,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import cpu_kernels
 from .cache import KVCache, causal_mask
 from .config import OpenELMConfig
 
@@ -57,7 +58,11 @@ class Attention(nn.Module):
             queries, residual = queries[:, :, -1:], residual[:, -1:]
         if mask is None:
             mask = causal_mask(queries.shape[2]) if cache is None else cache.mask(queries.shape[2])
-        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
+        scale = self.head_dim**-0.5
+        if isinstance(mask, str) and cpu_kernels.apply_to(queries):
+            mixed = cpu_kernels.causal_attention(queries, keys, values, scale)
+        else:
+            mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
         return add_linear(residual, self.out_proj, _join_heads(mixed))
 
     def _qk_norm_weight(self) -> mx.array:
@@ -91,7 +96,8 @@ class FeedForward(nn.Module):
         hidden = self.proj_1(x)  # (B, L, E) -> (B, L, 2F), or F without the gate
         if self.gated:
             gate, up = mx.split(hidden, 2, axis=-1)
-            hidden = _swiglu(gate, up)
+            # In training, 2F numbers a token are kept instead of 5F: the gradient computes the product again.
+            hidden = mx.checkpoint(_swiglu)(gate, up) if self.training else swiglu(gate, up)
         else:
             hidden = nn.silu(hidden)
         return add_linear(residual, self.proj_2, hidden)
@@ -178,6 +184,11 @@ def add_linear(residual: mx.array, linear: nn.Module, x: mx.array) -> mx.array:
     if type(linear) is nn.Linear:
         return mx.addmm(residual, x, linear.weight.T)
     return residual + linear(x)
+
+
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """gate * sigmoid(gate) * up."""
+    return cpu_kernels.swiglu(gate, up) if cpu_kernels.apply_to(gate) else _swiglu(gate, up)
 
 
 @partial(mx.compile, shapeless=True)
