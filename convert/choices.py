@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _UNTIED = (
-    "the embedding is adapted, the output head is not, so the two are untied: mlx-lm and transformers load that, "
-    "mlx-swift and llama.cpp do not (--fuse --tie leaves the embedding's adapter out)"
+    "the embedding is adapted, the output head is not, so the two are untied: mlx-lm and transformers (with Apple's "
+    "code) load that, mlx-swift and llama.cpp do not (--fuse --tie leaves the embedding's adapter out)"
 )
 
 

@@ -1,6 +1,6 @@
 """openelm info: what a checkpoint is, without loading it.
 
-SOURCE is anything that 'openelm convert' reads, or a folder that it has made.
+SOURCE is anything that 'openelm convert' reads, a folder that it has made, or CoreNet's training_logs.txt.
 """
 
 import argparse
@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from .sources import Source
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a Hub id, a folder, a file, or 'tiny'")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--config", metavar="YAML|JSON", help="the configuration, where the source has none")
+    parser.add_argument("--plot", metavar="FILE", help="of a training log: draw loss and learning rate")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
 
@@ -30,11 +33,17 @@ def run(args: argparse.Namespace) -> int:
     from ..hub import resolve_model
     from .peft_command import peft_folder, print_adapter
     from .sources import open_source
+    from .training_log import is_log
+    from .training_log_output import print_log
 
     adapter = peft_folder(args.source)
     if adapter is not None:
         return print_adapter(adapter, as_json=args.json)
     path = resolve_model(args.source, revision=args.revision, offline=args.offline)
+    if path.is_file() and is_log(path):
+        return print_log(path, as_json=args.json, plot=args.plot)
+    if args.plot is not None:
+        raise ConfigError(f"--plot is for training logs, and {args.source} is none; leave it out")
     source = open_source(path, Path(args.config) if args.config else None)
     if args.json:
         print(json.dumps(describe(source)))
@@ -46,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(source: "Source") -> dict[str, Any]:
     """The facts of a checkpoint, ready for JSON."""
     from ..checkpoint import is_instruct
+    from .consumers import consumers
 
     config, parameters = source.config, source.config.num_parameters()
     return {
@@ -65,6 +75,9 @@ def describe(source: "Source") -> dict[str, Any]:
         "tied": config.share_input_output_layers,
         "tokenizer": next((n for n in ("tokenizer.model", "tokenizer.json") if (source.folder / n).is_file()), None),
         "chat_template": is_instruct("", source.folder),
+        "training": dict(source.training) or None,
+        "adapter": source.adapter.describe() if source.adapter else None,
+        "consumers": consumers(source),
     }
 
 
@@ -94,6 +107,8 @@ def _print_table(name: str, source: "Source") -> None:
         f"output head {'tied to the embedding' if facts['tied'] else 'of its own'}, "
         f"tokenizer {facts['tokenizer'] or 'none'}, chat template {'yes' if facts['chat_template'] else 'no'}"
     )
+    for line in _contents(facts):
+        console.print(line)
     table = Table(box=None, pad_edge=False)
     for title in ("layer", "query heads", "kv heads", "FFN width", "parameters"):
         table.add_column(title, justify="right")
@@ -104,6 +119,28 @@ def _print_table(name: str, source: "Source") -> None:
         bar = "█" * max(1, round(_BAR_WIDTH * count / max(counts)))
         table.add_row(*map(str, (layer, query, kv, ffn)), f"{count:,}", bar)
     console.print(table)
+
+
+def _contents(facts: Mapping[str, Any]) -> list[str]:
+    """What else is in the file (an adapter, the state of a training), and who loads it."""
+    lines, adapter, training = [], facts["adapter"], facts["training"]
+    if adapter:
+        kind = {"lora": "LoRA", "dora": "DoRA"}[adapter["kind"]]
+        lines.append(
+            f"{kind} adapter, rank {adapter['rank']}, scale {adapter['scale']:g}, {adapter['parameters']:,} parameters "
+            f"on {adapter['modules']} matrices"
+            + (", the input embedding among them" if adapter["input_embedding"] else "")
+        )
+    if training:
+        counters = [f"{key} {training[key]}" for key in ("iterations", "epoch", "best_metric") if key in training]
+        lines.append(
+            f"training checkpoint: {', '.join(counters)}, optimizer state {training['optimizer_bytes']:,} bytes, "
+            f"moving average of the weights: {'yes' if training['has_ema'] else 'no'}"
+        )
+    answers: dict[str, list[str]] = {}
+    for name, answer in facts["consumers"].items():
+        answers.setdefault("loads it" if answer["loads"] else f"no, {answer['why_not']}", []).append(name)
+    return [*lines, *(f"{', '.join(names)}: {answer}" for answer, names in answers.items())]
 
 
 def _layer_parameters(source: "Source") -> list[int]:

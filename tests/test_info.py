@@ -14,6 +14,7 @@ from openelm_mlx.tensors import StoredTensor
 KEYS = [
     "format", "parameters", "dtype", "quantization", "bits_per_weight", "bytes", "vocab_size", "num_transformer_layers",
     "model_dim", "head_dim", "num_query_heads", "num_kv_heads", "ffn_dims", "tied", "tokenizer", "chat_template",
+    "training", "adapter", "consumers",
 ]  # fmt: skip
 
 
@@ -23,8 +24,9 @@ def info(capsys, *arguments) -> dict:
 
 
 def test_the_bundled_checkpoint(capsys):
-    config = tiny_config()
-    assert info(capsys, "tiny") == {
+    config, facts = tiny_config(), info(capsys, "tiny")
+    assert facts.pop("consumers").keys() == {"mlx-lm", "mlx-swift", "llama.cpp", "transformers"}
+    assert facts == {
         "format": "hub-safetensors",
         "parameters": 4_607_616,
         "dtype": "bfloat16",
@@ -35,6 +37,8 @@ def test_the_bundled_checkpoint(capsys):
         "tied": True,
         "tokenizer": "tokenizer.model",
         "chat_template": False,
+        "training": None,
+        "adapter": None,
         **{key: config[key] for key in KEYS if key in config},
     }
 
