@@ -280,11 +280,15 @@ def _yaml_of(file: Path | None) -> Path | None:
 
 
 def _is_json(file: Path) -> bool:
+    """Whether a configuration is JSON, by its content; a spoilt config.json is not to be told from YAML's rules."""
     try:
         with file.open("rb") as stream:
-            return stream.read(64).lstrip()[:1] == b"{"
+            head = stream.read(64).lstrip()
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+    if not head:
+        raise ConfigError(f"{file} is empty; expected a config.json or CoreNet's training YAML: fetch it again")
+    return head[:1] == b"{" or file.suffix == ".json"
 
 
 def _check_is_copy(head: StoredTensor, embedding: StoredTensor | None, where: str) -> None:

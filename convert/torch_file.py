@@ -143,7 +143,7 @@ def _kind(file: SourceFile, head: bytes) -> str:
         return "is a safetensors file: rename it to end in .safetensors"
     if head[257:262] == b"ustar":
         return "is a tar archive, as PyTorch 0.1 wrote them, which is not read: save it again with torch.save"
-    return f"is not a PyTorch file: it starts with {head[:8]!r}"
+    return f"is no checkpoint: it starts with {head[:8]!r}; name a .safetensors, .pt or .bin file, or a model folder"
 
 
 def _short(text: str) -> str:

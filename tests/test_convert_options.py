@@ -1,6 +1,8 @@
 """openelm convert, option by option: several folders from one read, measuring, uploads, Hub sources, old flags."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +188,81 @@ class TestFromTheHub:
         assert hub.downloads() == []
 
 
+FAILURES = {
+    "401": "401",
+    "gated": "403.*licence",
+    "403": "403",
+    "404": "404",
+    "429": "429.*wait 300 s",
+    "503": "503",
+    "web page": "what answers is not the Hub",
+    "dead": "was cut: run again",
+    "corrupt": "arrived damaged",
+}
+
+
+class TestHubFailures:
+    def convert(self, *more: str) -> int:
+        return main(["convert", REPO, "-o", "out", "--tokenizer", str(TOKENIZER), *more])
+
+    @pytest.mark.parametrize("failure", FAILURES)
+    def test_each_failure_is_one_line_and_leaves_nothing(self, hub, capsys, failure):  # faults B2, C4
+        hub.failures[REPO] = failure
+        assert self.convert() == 2
+        *said, line = capsys.readouterr().err.splitlines()
+        assert re.search(f"^openelm: error: .*{FAILURES[failure]}", line)
+        assert not any("error" in other for other in said)
+        assert not Path("out").exists()
+        del hub.failures[REPO]
+        assert self.convert() == 0
+
+    def test_a_cut_transfer_goes_on_where_it_stopped(self, hub, monkeypatch):
+        monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)  # what is kept of a cut transfer
+        hub.failures[REPO] = "cut"
+        if self.convert() == 2:  # the first releases of huggingface_hub go on at the next call only
+            assert self.convert() == 0
+        assert any(request.range for request in hub.requests)
+
+    def test_cached_and_offline(self, hub, capsys):
+        assert self.convert("--offline") == 2
+        assert "offline was asked for" in capsys.readouterr().err
+        assert self.convert() == 0
+        asked = len(hub.requests)
+        assert self.convert("--offline", "--force") == 0
+        assert self.convert("--force", "--dtype", "float16") == 0
+        assert len(hub.requests) == asked
+
+    def test_another_revision(self, hub, capsys):
+        hub.repos[f"{REPO}@v2"] = hub.repos[REPO]
+        assert self.convert("--revision", "v2") == 0
+        assert self.convert("--force", "--revision", "v3") == 2
+        assert "has no revision 'v3'" in capsys.readouterr().err
+
+
+class TestSmallMistakes:
+    @pytest.mark.parametrize("text", ["", "{", "[1]", "{}x"])
+    def test_a_broken_config_is_spoken_of_as_json(self, tmp_path, capsys, text):
+        source = write_hub(tmp_path / "in", tiny_weights(), tiny_config())
+        (source / "config.json").write_text(text)
+        assert main(["convert", str(source), "-o", str(tmp_path / "out")]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert ("is empty" if text == "" else "JSON") in line
+        assert "general_gpt" not in line
+
+    def test_what_is_no_checkpoint(self, tmp_path, capsys):
+        (tmp_path / "notes.txt").write_text("hello\n")
+        assert main(["convert", str(tmp_path / "notes.txt")]) == 2
+        assert "is no checkpoint: it starts with b'hello" in capsys.readouterr().err
+
+    def test_a_link_to_nowhere_is_no_hub_id(self, hub, capsys):
+        Path("my").mkdir()
+        Path("my/model").symlink_to("moved")
+        assert main(["convert", "my/model"]) == 2
+        assert "my/model is a link to moved, which is not there" in capsys.readouterr().err
+        assert hub.requests == []
+
+
 class TestMemoryNeeded:
     @pytest.mark.parametrize(("source", "folders"), [("tiny", 1), (REPO, 2)])
     def test_both_numbers_before_any_work(self, hub, monkeypatch, source, folders):
@@ -228,8 +305,6 @@ class TestMigration:
     def test_the_command_given_is_understood(self, capsys, tmp_path):
         arguments = ["--input-checkpoint", "tiny", "--output-dir", str(tmp_path / "a b"), "--quantize"]
         main(["convert", *arguments])
-        import shlex
-
         words = shlex.split(capsys.readouterr().err.partition("done by: ")[2])
         assert main(words[1:]) == 0
         assert (tmp_path / "a b" / "model.safetensors").is_file()
