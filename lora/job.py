@@ -21,6 +21,7 @@ from ..model import Model
 from ..safetensors_file import read_header
 from ..tokenizer import Tokenizer
 from .batches import Batches
+from .chat_form import folder_format
 from .datasets import Datasets, load_datasets
 from .estimate import estimate
 from .folder import AdapterFolder, check_folder
@@ -51,7 +52,7 @@ def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: 
         load_weights(model, Path(settings.resume_adapter_file))
     for line in targets.lines:
         tell(line)
-    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length, notify=tell)
+    data = load_data(settings, model, tokenizer)
     batches = make_batches(data.train, settings, model)
     iterations = total_iterations(settings, len(batches))
     fingerprint = data_fingerprint(data.train)
@@ -125,8 +126,7 @@ def test_adapters(settings: Settings) -> dict[str, Any]:
     model, tokenizer = load_model(settings)
     if settings.adapter_path:
         load_adapters(model, Path(settings.adapter_path))
-    limit = model.config.max_context_length
-    data = load_datasets(settings.data, tokenizer, splits=("test",), max_context=limit, notify=tell)
+    data = load_data(settings, model, tokenizer, splits=("test",))
     batches = make_batches(data.test, settings, model, shuffle=False)
     with counting("test", len(batches)) as tick:
         loss = evaluate(model, batches, settings.test_batches, interrupted=lambda: False, tick=tick)
@@ -137,7 +137,7 @@ def test_adapters(settings: Settings) -> dict[str, Any]:
 def show_first_batch(settings: Settings) -> dict[str, Any]:
     """Print what the first iteration would read and learn."""
     model, tokenizer = load_model(settings)
-    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length, notify=tell)
+    data = load_data(settings, model, tokenizer)
     show_batch(make_batches(data.train, settings, model).batch(0), tokenizer)
     return {}
 
@@ -148,7 +148,7 @@ def dry_run(settings: Settings) -> dict[str, Any]:
     spec, targets = prepare(model, settings)
     for line in targets.lines:
         tell(line)
-    data = load_datasets(settings.data, tokenizer, max_context=model.config.max_context_length, notify=tell)
+    data = load_data(settings, model, tokenizer)
     batches = make_batches(data.train, settings, model)
     iterations = total_iterations(settings, len(batches))
     updates = iterations // settings.grad_accumulation_steps
@@ -214,6 +214,18 @@ def load_weights(model: Model, file: Path) -> None:
         raise CheckpointError(f"{file} does not fit what is to be trained: {listing(faults)}")
     loaded: Any = mx.load(str(file))
     model.load_weights([(name, loaded[name].astype(array.dtype)) for name, array in expected.items()], strict=False)
+
+
+def load_data(
+    settings: Settings, model: Model, tokenizer: Tokenizer, splits: Several[str] = ("train", "valid")
+) -> Datasets:
+    """The sequences that the settings name, chats in the form in which `openelm chat` talks to the model."""
+    form = folder_format(settings.model or "tiny", tokenizer, revision=settings.revision, offline=settings.offline)
+    limit = model.config.max_context_length
+    data = load_datasets(settings.data, tokenizer, splits=splits, max_context=limit, chat_format=form, notify=tell)
+    if 0 < len(data.train) < settings.batch_size and not settings.data.pack:
+        tell(f"train: {len(data.train)} in every batch: there are no {settings.batch_size} for --batch-size")
+    return data
 
 
 def make_batches(sequences: Several[Sequence], settings: Settings, model: Model, *, shuffle: bool = True) -> Batches:

@@ -1,5 +1,6 @@
 """Rows as token ids: one BOS, EOS where an answer ends and nowhere else, and exactly the answers counted if masked."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from openelm_mlx.chat.format import InstructFormat, Turn
 from openelm_mlx.chat.template import TemplateFormat
 from openelm_mlx.errors import DataError
 from openelm_mlx.instruction_prompt import instruction_prompt
+from openelm_mlx.lora.chat_form import folder_format
 from openelm_mlx.lora.formats import Chat, Completion, Text
 from openelm_mlx.lora.long_rows import Fitting, split
 from openelm_mlx.lora.sequences import Encoder, Sequence
@@ -131,6 +133,14 @@ class TestChats:
         ours, rendered = encode(example, mask=mask), encode(example, mask=mask, chat_format=form)
         assert ids(rendered) == ids(ours)
         assert rendered.counted.tolist() == ours.counted.tolist()
+
+    def test_the_folder_decides_as_in_the_chat(self, tmp_path):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+        assert folder_format(str(tmp_path), TOKENIZER, revision=None, offline=True) is None
+        (tmp_path / "chat_template.jinja").write_text(ENDLESS)
+        form = folder_format(str(tmp_path), TOKENIZER, revision=None, offline=True)
+        assert form is not None
+        assert encode(chat("a", "b"), chat_format=form).tokens[0] == BOS
 
     def test_a_template_that_ends_turns_without_eos(self):
         form = TemplateFormat(TOKENIZER, ENDLESS, "it")
