@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OpenELMConfig
-from .child_run import Run, interpreter_bytes, run_in_child
 from .arguments import positive_count
+from .child_run import Run, interpreter_bytes, run_in_child
 from .comparison import PERFORMANCE_PAGE, Comparison, print_comparisons, write_block, write_json
 from .openblas import preload_openblas
 from .random_checkpoint import write_random_shards
@@ -133,19 +133,27 @@ def largest(root: Path) -> Iterator[Row]:
 
 def compare(promise: Promise, ours: Sequence[Run], theirs: Sequence[Run], idle: int | None) -> Iterator[Row]:
     """The rows of one promise: time, and memory where the system tells."""
-    seconds = [tuple(1e3 * run.seconds for run in runs) for runs in (ours, theirs)]
-    yield Comparison(f"{promise.job}, time", "ms", *seconds, promise.speed)
-    whole = [tuple(1e3 * run.process_s for run in runs) for runs in (ours, theirs)]
-    yield Comparison(f"{promise.job}, time as a command, imports included", "ms", *whole, promise.speed)
-    peaks = [tuple((run.peak_bytes - idle) / _MB for run in runs if run.peak_bytes and idle) for runs in (ours, theirs)]
-    if not all(peaks):
+    yield _faster(f"{promise.job}, time", [run.seconds for run in ours], [run.seconds for run in theirs], promise.speed)
+    whole = [run.process_s for run in ours], [run.process_s for run in theirs]
+    yield _faster(f"{promise.job}, time as a command, imports included", *whole, promise.speed)
+    our_peaks, their_peaks = _peaks_mb(ours, idle), _peaks_mb(theirs, idle)
+    if not our_peaks or not their_peaks:
         return
     if promise.share is not None:
-        yield Comparison(f"{promise.job}, memory", "MB", *peaks, promise.share, is_share=True)
+        yield Comparison(f"{promise.job}, memory", "MB", our_peaks, their_peaks, promise.share, is_share=True)
     elif promise.limit_mb is not None:
-        worst = max(peaks[0])
-        job = f"{promise.job}, memory (mlx-lm: {max(peaks[1]):,.0f} MB)"
+        worst = max(our_peaks)
+        job = f"{promise.job}, memory (mlx-lm: {max(their_peaks):,.0f} MB)"
         yield Alone(job, f"{worst:,.0f} MB", f"<= {promise.limit_mb:.0f} MB", worst <= promise.limit_mb)
+
+
+def _faster(job: str, ours_s: Sequence[float], theirs_s: Sequence[float], target: float) -> Comparison:
+    return Comparison(job, "ms", tuple(1e3 * s for s in ours_s), tuple(1e3 * s for s in theirs_s), target)
+
+
+def _peaks_mb(runs: Sequence[Run], idle: int | None) -> tuple[float, ...]:
+    """What each took over an idle interpreter; () where that is not known."""
+    return tuple((run.peak_bytes - idle) / _MB for run in runs if run.peak_bytes and idle)
 
 
 def in_turn(ours: Callable[[], Run], theirs: Callable[[], Run], trials: int) -> tuple[list[Run], list[Run]]:
@@ -189,8 +197,8 @@ def _torch_file(root: Path, trials: int) -> Iterator[Row]:
     def theirs() -> Run:
         return run_in_child(_TORCH, _TORCH_WORK, [file, root / "theirs.safetensors"])
 
-    runs = in_turn(ours, theirs, trials)
-    yield Comparison(job, "ms", *(tuple(1e3 * run.seconds for run in side) for side in runs), _PT_SPEED)
+    our_runs, their_runs = in_turn(ours, theirs, trials)
+    yield _faster(job, [run.seconds for run in our_runs], [run.seconds for run in their_runs], _PT_SPEED)
 
 
 if __name__ == "__main__":

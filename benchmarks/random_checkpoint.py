@@ -61,9 +61,9 @@ def write_random_shards(folder: Path, config: OpenELMConfig, dtype: str) -> None
 
 def _random_rows(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Weights that keep activations of a size; norms of about one."""
-    values = rng.standard_normal(shape, np.float32)
-    values = values / np.sqrt(shape[-1], dtype=np.float32) if len(shape) > 1 else 1 + values / 10
-    return from_mlx(mx.array(values).astype(getattr(mx, dtype)))
+    values = mx.array(rng.standard_normal(shape, np.float32))
+    values = values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + values / 10
+    return from_mlx(values.astype(getattr(mx, dtype)))
 
 
 def _write_config_and_tokenizer(folder: Path, config: OpenELMConfig, raw: dict[str, Any]) -> None:

@@ -66,7 +66,8 @@ def transformed(
     begun: deque[tuple[str, dict[QuantizationSettings | None, Block]]] = deque()
     # Where MLX computes, its threads are the busy ones: more of ours would only take turns with this one.
     for i, (name, rows) in enumerate(in_threads(reads) if copies else (read() for read in reads)):
-        code, blocks = tensors[name].dtype, {}
+        code = tensors[name].dtype
+        blocks: dict[QuantizationSettings | None, Block] = {}
         for settings in {_settings(quantization, name) for quantization in quantizations}:
             if code == CODES[dtype] and settings is None:
                 blocks[settings] = (rows,)

@@ -277,6 +277,9 @@ class TestMemoryNeeded:
     def test_is_no_matter_of_the_models_depth(self):
         sizes = [needs.memory_bytes(OpenELMConfig.from_name(size)) for size in ("270M", "3B")]
         assert max(sizes) == min(sizes) < 400e6
+        page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text()
+        both = needs.memory_bytes(OpenELMConfig.from_name("3B"), 2)
+        assert f"asks for {sizes[0] / 1e9:.2f} GB ({both / 1e9:.2f} GB for two folders" in page
 
 
 class TestMigration:
