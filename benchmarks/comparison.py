@@ -109,7 +109,17 @@ def write_block(page: Path, name: str, comparisons: Sequence[Row], machine: str)
     """Replace the table between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown page."""
     rows = [HEADINGS, ("---",) * len(HEADINGS), *(comparison.cells for comparison in comparisons)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    block = f"<!-- {name} -->\n{machine}, {date.today().isoformat()}\n\n{table}\n<!-- /{name} -->"
+    write_text(page, name, table, machine)
+
+
+def write_text(page: Path, name: str, text: str, machine: str) -> None:
+    """Like `write_block`, for what is no list of comparisons."""
+    replace_block(page, name, f"{machine}, {date.today().isoformat()}\n\n{text}")
+
+
+def replace_block(page: Path, name: str, content: str) -> None:
+    """Put `content` between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown page."""
+    block = f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
     text = page.read_text(encoding="utf-8")
     changed, count = re.subn(f"<!-- {name} -->.*?<!-- /{name} -->", lambda _: block, text, flags=re.DOTALL)
     assert count == 1, f"{page} has {count} blocks named {name}"

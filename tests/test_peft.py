@@ -260,6 +260,25 @@ def test_convert_and_info_know_the_folder_from_its_content(tmp_path, capsys):
     assert main(["convert", str(source), "-o", str(tmp_path / "mlx")]) == 0
     assert "--adapter-path" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "mlx").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
+    assert main(["export", str(tmp_path / "mlx"), "--to", "peft", "-o", str(tmp_path / "back")]) == 0
+    assert main(["info", str(tmp_path / "back")]) == 0
+
+
+@pytest.mark.needs_mlx_lm
+@pytest.mark.parametrize("case", ["LoRA", "DoRA", "some layers"])
+def test_mlx_lm_loads_what_is_imported(tmp_path, case):
+    from mlx_lm.models.openelm import Model as TheirModel
+    from mlx_lm.models.openelm import ModelArgs
+    from mlx_lm.tuner.utils import load_adapters as their_load_adapters
+
+    settings, scale = CASES[case]
+    source, tensors = peft_folder(tmp_path / "peft", **settings)
+    import_peft(source, tmp_path / "mlx")
+    model = TheirModel(ModelArgs.from_dict(RAW))
+    model.load_weights([(name, mx.array(value)) for name, value in WEIGHTS.items()], strict=True)
+    model = their_load_adapters(model, str(tmp_path / "mlx"))
+    model.eval()
+    np.testing.assert_allclose(np.array(model(mx.array([IDS]))[0]), expected(tensors, scale), atol=2e-4)
 
 
 @pytest.mark.needs_torch
