@@ -25,10 +25,15 @@ def token_losses(logits: mx.array, targets: mx.array, z_loss: float = 0.0) -> mx
     logits: (N, V), any float dtype. targets: int (N,). The second term (apple/corenet pre-trains with 1e-4) keeps
     logits from drifting away together.
     """
+    return losses_and_normaliser(logits, targets, z_loss)[0]
+
+
+def losses_and_normaliser(logits: mx.array, targets: mx.array, z_loss: float) -> tuple[mx.array, mx.array]:
+    """`token_losses`, and the logarithm of what the probabilities are divided by, (N,)."""
     logits = logits.astype(mx.float32)
     normaliser = mx.logsumexp(logits, axis=-1)
     losses = normaliser - mx.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return losses + z_loss * mx.square(normaliser) if z_loss else losses
+    return (losses + z_loss * mx.square(normaliser) if z_loss else losses), normaliser
 
 
 def summed_loss(
@@ -105,21 +110,21 @@ def _weighted_sum(logits: mx.array, targets: mx.array, weights: mx.array, z_loss
     """sum(weights * token_losses), with its gradient written out: softmax - onehot, in the logits' own memory."""
 
     @mx.custom_function
-    def total(logits: mx.array) -> mx.array:
-        return (token_losses(logits, targets, z_loss) * weights).sum()
+    def total(logits: mx.array) -> tuple[mx.array, mx.array]:
+        losses, normaliser = losses_and_normaliser(logits, targets, z_loss)
+        return (losses * weights).sum(), normaliser
 
     @total.vjp
-    def _(logits: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-        wide = logits.astype(mx.float32)
-        normaliser = mx.logsumexp(wide, axis=-1, keepdims=True)
-        scale = cotangent * weights[:, None]
-        by_logits = mx.exp(wide - normaliser) * (scale * (1 + 2 * z_loss * normaliser))
+    def _(logits: mx.array, cotangents: Any, outputs: Any) -> mx.array:
+        normaliser = outputs[1][:, None]
+        scale = cotangents[0] * weights[:, None]
+        by_logits = mx.exp(logits.astype(mx.float32) - normaliser) * (scale * (1 + 2 * z_loss * normaliser))
         chosen = targets[:, None]
         less = mx.take_along_axis(by_logits, chosen, axis=-1) - scale
         return mx.put_along_axis(by_logits, chosen, less, axis=-1).astype(logits.dtype)
 
-    result: Any = total(logits)
-    return result
+    results: Any = total(logits)
+    return results[0]
 
 
 def _flatten(tree: Any) -> tuple[list[str], list[mx.array]]:

@@ -27,10 +27,11 @@ class LoRALinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (..., I) -> (..., O), in the dtype of x whatever the adapter's."""
-        return self.linear(x) + (self.scale * self._low_rank(x)).astype(x.dtype)
+        return self.linear(x) + self._low_rank(x).astype(x.dtype)
 
     def _low_rank(self, x: mx.array) -> mx.array:
-        return (self.dropout(x) @ self.lora_a) @ self.lora_b
+        """The adapter's part, scaled where it is narrow: (..., R) instead of (..., O)."""
+        return (self.scale * (self.dropout(x) @ self.lora_a)) @ self.lora_b
 
 
 class DoRALinear(LoRALinear):
@@ -42,7 +43,7 @@ class DoRALinear(LoRALinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (..., I) -> (..., O). Rescaled in float32: 16 bits would round a factor of 1.003 to one."""
-        return (self._row_scale() * (self.linear(x) + self.scale * self._low_rank(x))).astype(x.dtype)
+        return (self._row_scale() * (self.linear(x) + self._low_rank(x))).astype(x.dtype)
 
     def _row_scale(self) -> mx.array:
         """m / |W + scale * (lora_a @ lora_b)'|, (O,); kept while not training and while the arrays are the same."""
