@@ -157,7 +157,7 @@ def _parts(
             faults.append(f"{path} lacks lora_{missing[0]}")
         else:
             parts[path] = AdapterPart(sides["A"], sides["B"], sides.get("magnitude"))
-            faults += _misshapen(path, parts[path], weight.shape, next(iter(ranks), 0))
+            faults += _misshapen(path, parts[path], weight.shape, sides["A"].shape[0] if sides["A"].shape else 0)
     if len(ranks) > 1:
         faults.append(f"ranks differ: {', '.join(map(str, sorted(ranks)))}")
     if faults:

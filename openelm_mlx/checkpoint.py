@@ -116,6 +116,10 @@ class _Stored:
                 f"{folder} is a file, expected a model folder; convert it first: openelm convert {folder}"
             )
         raw = read_json_object(folder / "config.json")
+        if "model_name" in raw and "model_dim" not in raw:
+            raise CheckpointError(
+                f"{folder} is in the layout of Apple's own MLX port; convert it first: openelm convert {folder}"
+            )
         config = OpenELMConfig.from_dict(raw, where=str(folder / "config.json"))
         tensors = read_folder(folder)
         quantization = detect(tensors, raw, config, str(folder))
