@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
 def _refuse(args: argparse.Namespace) -> None:
     """mlx-lm's flags that mean something else here, and flags that contradict each other."""
     if args.export_gguf or args.gguf_path:
-        raise ConfigError("a GGUF file is made from the fused folder: openelm fuse first, then openelm export gguf")
+        raise ConfigError(
+            "a GGUF file is made from the fused folder: openelm fuse first, then openelm export --to gguf"
+        )
     if args.trust_remote_code:
         raise ConfigError("nothing in a checkpoint is ever executed: leave --trust-remote-code out")
     if args.dequantize and args.requantize:

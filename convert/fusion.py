@@ -21,7 +21,7 @@ from .fused import fused, fused_quantization
 from .job import Job, run
 from .measure import Measurement
 from .needs import check_memory
-from .sources import open_source
+from .sources import Source, open_source
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,7 @@ def fuse(
     base_model = name if is_hub_id(name) else None
     path = resolve_model(name, revision=revision, offline=offline)
     _check_apart(target, path, Path(adapter_path))
-    base = open_source(path)
-    if base.adapter is not None:
-        raise CheckpointError(f"{name} has an adapter in it already: merge that first (openelm convert --fuse)")
-    if requantize and base.quantization is None:
-        raise ConfigError(f"{name} is not quantized, so there is nothing to requantize; leave --requantize out")
+    base = _open_base(path, requantize)
     total, spec = fused(base, Path(adapter_path))
     untied = total.config != base.config
     check_memory(total.config)
@@ -103,6 +99,16 @@ def fuse(
         distance,
         _upload(target, upload_repo, upload_dry_run),
     )
+
+
+def _open_base(path: Path, requantize: bool) -> Source:
+    """The base model. Raises CheckpointError or ConfigError for one that nothing can be fused into as asked."""
+    base = open_source(path)
+    if base.adapter is not None:
+        raise CheckpointError(f"{path} has an adapter in it already: merge that first (openelm convert --fuse)")
+    if requantize and base.quantization is None:
+        raise ConfigError(f"{path} is not quantized, so there is nothing to requantize; leave --requantize out")
+    return base
 
 
 def _check_apart(target: Path, source: Path, adapter: Path) -> None:

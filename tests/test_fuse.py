@@ -195,10 +195,10 @@ def test_what_cannot_be_fused_leaves_nothing(tmp_path, folders, packed, capsys):
     common = ("fuse", "--model", "tiny", "--save-path", str(target), "--adapter-path")
     lora = str(folders["lora"])
     for words, arguments in (
-        ("openelm export gguf", (lora, "--export-gguf")),
+        ("openelm export --to gguf", (lora, "--export-gguf")),
         ("nothing in a checkpoint is ever executed", (lora, "--trust-remote-code")),
         ("exclude each other", (lora, "--dequantize", "--requantize")),
-        ("tiny is not quantized", (lora, "--requantize")),
+        ("is not quantized, so there is nothing", (lora, "--requantize")),
         ("needs --upload-repo", (lora, "--upload-dry-run")),
         ("no adapter folder", (str(tmp_path / "nowhere"),)),
         ("is (or holds) the adapter", (lora, "--save-path", lora, "--force")),
