@@ -5,7 +5,7 @@ Names, shard sizes, index and config.json are the Hub's (apple/OpenELM-3B: model
 to run them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -30,21 +30,17 @@ class HubJob(Job):
     @classmethod
     def export(cls, target: Path, model: Exported, *, max_shard_bytes: int, upload_repo: str | None = None) -> Self:
         """The job that writes a model to a folder, with the weights named and typed as they will be."""
-        plain = Job.of(
-            target, model.source, model.tokenizer, instruct=model.instruct, dtype=model.dtype, quantization=None
-        )
-        return cls(
+        job = cls.of(
             target,
-            plain.source,
-            plain.tokenizer,
-            plain.instruct,
-            plain.dtype,
-            None,
-            plain.outputs,
+            model.source,
+            model.tokenizer,
+            instruct=model.instruct,
+            dtype=model.dtype,
+            quantization=None,
             base_model=model.base_model,
             upload_repo=upload_repo,
-            max_shard_bytes=max_shard_bytes,
         )
+        return replace(job, max_shard_bytes=max_shard_bytes)
 
     def writer(self, folder: Path) -> Writer:
         return SafetensorsWriter(folder, self.plan, max_shard_bytes=self.max_shard_bytes, format="pt")

@@ -38,7 +38,7 @@ class TorchFiles:
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[PlannedTensor]]):
         self._waiting = [(folder / file, list(tensors)) for file, tensors in files.items()]
-        self._left: list[str] = []  # tensors of the open file that are still to be begun
+        self._names: list[str] = []  # names of the tensors in the open file
         self._open: TorchWriter | None = None
 
     def __enter__(self) -> Self:
@@ -46,10 +46,10 @@ class TorchFiles:
 
     def append(self, name: str, rows: np.ndarray) -> None:
         """Write the next rows of a tensor. Raises OSError when the disk is full."""
-        if self._open is None or name not in self._left:
+        if self._open is None or name not in self._names:
             self.start_sync()
             path, tensors = self._waiting.pop(0)
-            self._left = [tensor.name for tensor in tensors]
+            self._names = [tensor.name for tensor in tensors]
             self._open = TorchWriter(path, OrderedDict((tensor.name, tensor) for tensor in tensors)).__enter__()
         self._open.append(name, rows)
 

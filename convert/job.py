@@ -64,7 +64,7 @@ class Job:
         quantization: Quantization | None,
         base_model: str | None = None,
         upload_repo: str | None = None,
-    ) -> "Job":
+    ) -> Self:
         if source.quantization is None:
             in_order = {name: source.tensors[name] for name in source.config.parameter_shapes()}
             planned = outputs(in_order, dtype, quantization)
