@@ -72,9 +72,10 @@ def _activations(config: OpenELMConfig, spec: AdapterSpec, settings: Settings, r
     total = config.num_transformer_layers
     first = total - spec.num_layers if spec.num_layers > 0 else 0
     dora = spec.fine_tune_type == "dora"
-    kept = [_layer(config, layer, rows, length, dora) for layer in range(first, total)]
+    layers = range(first, total)
+    kept = [_layer(config, layer, rows, length, dora) for layer in layers]
     tokens = rows * length
-    work = _BACKWARD * kept[-1]
+    work = _BACKWARD * _layer(config, layers[-1], rows, length, dora=False)
     if settings.grad_checkpoint:
         return tokens * config.model_dim * len(kept) + _KEPT * kept[-1] + work
     return _KEPT * sum(kept) + work
