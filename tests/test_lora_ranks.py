@@ -1,4 +1,4 @@
-"""Several ranks train as one: the same losses, the same number of steps, one that writes, and none that waits for ever."""
+"""Several ranks train as one: the same losses and steps, one that writes, and none that waits for ever."""
 
 import json
 import os
