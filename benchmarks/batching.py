@@ -1,6 +1,6 @@
 """Eight prompts at once against one after the other: tokens/s together, with every text the same either way.
 
-python -m openelm_mlx.benchmarks.batching [--model tiny] [--batch-size 8] [--tokens 64] [--trials 5] [--json FILE]
+python -m openelm_mlx.benchmarks.batching [--model tiny] [--batch-size 8] [--tokens 64] [--trials 5] [--write-docs]
 """
 
 import argparse
@@ -15,9 +15,12 @@ from ..batch import batch_generate
 from ..checkpoint import load
 from ..model import Model
 from ..tokenizer import Tokenizer
-from .command import positive_count
+from .arguments import positive_count
+from .comparison import PERFORMANCE_PAGE, write_text
 from .measure import prompt_ids
 from .openblas import preload_openblas
+from .record import machine
+from .vs_mlx_lm import describe
 
 LIMIT = 3.0  # the batch's tokens/s over single runs', at least
 _PROMPT_TOKENS = 16
@@ -31,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive_count, default=64, help="to generate for each prompt")
     parser.add_argument("--trials", type=positive_count, default=5, help="turns for each side")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file")
+    parser.add_argument("--write-docs", action="store_true", help="put the figures into docs/performance.md")
     args = parser.parse_args(argv)
     model, tokenizer = load(args.model, dtype="float32")
     vocabulary = min(model.config.vocab_size, tokenizer.vocab_size)
@@ -43,8 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured.append(_run(model, tokenizer, prompts, args.tokens, size)[0])
     single, batch = (median(measured) for measured in rates.values())
     same = texts[1] == texts[args.batch_size]
-    print(f"one by one {single:.0f} tokens/s, {args.batch_size} at once {batch:.0f}: {batch / single:.2f}x, ", end="")
-    print(f"at least {LIMIT} wanted; the texts are {'the same' if same else 'NOT the same'}")
+    told = (
+        f"one by one {single:.0f} tokens/s, {args.batch_size} at once {batch:.0f}: {batch / single:.2f}x, "
+        f"at least {LIMIT} wanted; the texts are {'the same' if same else 'NOT the same'}"
+    )
+    print(told)
+    if args.write_docs:
+        write_text(PERFORMANCE_PAGE, "batching", told, f"{args.model}, float32, {describe(machine())}")
     if args.json is not None:
         figures = {"single_tps": rates[1], "batch_tps": rates[args.batch_size], "same_texts": same}
         args.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")

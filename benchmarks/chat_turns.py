@@ -3,7 +3,7 @@
 Keys and values are kept between turns, so a turn computes only its own tokens; the last column shows what it would
 cost to compute the whole conversation again. Random weights of a published size, or any model that is named.
 
-    python -m openelm_mlx.benchmarks.chat_turns [--size 270M | --model MODEL] [--trials 3] [--json FILE]
+    python -m openelm_mlx.benchmarks.chat_turns [--size 270M | --model MODEL] [--trials 3] [--write-docs]
 """
 
 import argparse
@@ -23,9 +23,12 @@ from ..config import PUBLISHED_SIZES, OpenELMConfig
 from ..errors import RunFailedError
 from ..model import Model
 from ..tokenizer import Tokenizer
-from .command import machine, positive_count
+from .arguments import positive_count
+from .comparison import PERFORMANCE_PAGE, write_text
 from .openblas import preload_openblas
 from .random_checkpoint import write_random_folder
+from .record import machine
+from .vs_mlx_lm import describe
 
 TURNS = 10
 LIMIT = 1.2  # the tenth turn's time over the first's, at most
@@ -40,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="MODEL", help="a folder or Hub id instead of random weights")
     parser.add_argument("--trials", type=positive_count, default=3, help="chats, after a first that warms up")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to this file")
+    parser.add_argument("--write-docs", action="store_true", help="put the figures into docs/performance.md")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="openelm-chat-turns-") as folder:
         if args.model is None:
@@ -52,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratio = turns[-1] / turns[0]
     print("turn           " + "".join(f"{turn:>8}" for turn in range(1, TURNS + 1)) + f"{'anew':>9}")
     print("first token, ms" + "".join(f"{1e3 * seconds:>8.1f}" for seconds in turns) + f"{1e3 * again_s:>9.1f}")
-    print(f"turn {TURNS} / turn 1: {ratio:.2f}, at most {LIMIT}: {'yes' if ratio <= LIMIT else 'no'}")
+    told = f"turn {TURNS} / turn 1: {ratio:.2f}, at most {LIMIT}: {'yes' if ratio <= LIMIT else 'no'}"
+    print(told)
+    if args.write_docs:
+        first, last = 1e3 * turns[0], 1e3 * turns[-1]
+        more = f"{told} ({first:.0f} and {last:.0f} ms to the first token; {1e3 * again_s:.0f} with nothing kept)"
+        write_text(PERFORMANCE_PAGE, "chat_turns", more, f"{args.model or args.size}, {describe(machine())}")
     if args.json:
         record = {"machine": machine(), "ttft_s": chats, "anew_s": again_s, "ratio": ratio, "limit": LIMIT}
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..model import Model
 from .matrix import Source
@@ -29,7 +30,7 @@ def compared_sessions(model: Model, source: Source, method: Method) -> Callable[
     theirs = load_theirs(source.folder)
 
     def sessions(shape: Shape) -> list[Session]:
-        ours = session(model, source.name, shape, method)
+        ours = session(model, source.name, shape, method, foreign_bytes=_nbytes(theirs))
         (prompt,) = prompt_batch(shape, model.config.vocab_size)
         return [
             ours,
@@ -42,6 +43,7 @@ def compared_sessions(model: Model, source: Source, method: Method) -> Callable[
                 parameters=ours.parameters,
                 variant=THEIRS,
                 around=drained,
+                foreign_bytes=ours.weight_bytes,
             ),
         ]
 
@@ -109,6 +111,11 @@ def _comparison(ours: BenchResult, theirs: BenchResult) -> dict[str, Any]:
         entry[f"{name}_ratio"] = ratio_of_medians(ours.values(name), theirs.values(name))
         entry[f"{name}_ratio_range"] = [min(ratios), max(ratios)] if ratios else None
     return entry
+
+
+def _nbytes(model: Any) -> int:
+    parameters: Any = tree_flatten(model.parameters())
+    return sum(array.nbytes for _, array in parameters)
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> float | None:

@@ -5,7 +5,7 @@ do as well as real ones. Prose is a story that the bundled model tells after ano
 other story told again with every 20th token another one. Both sides take turns, ten tokens at a time; the prompt's
 time is left out.
 
-    python -m openelm_mlx.benchmarks.lookup_decoding [--size 270M] [--tokens 100] [--trials 5] [--prompt-lookup 10]
+    python -m openelm_mlx.benchmarks.lookup_decoding [--size 270M] [--tokens 100] [--trials 5] [--write-docs]
 """
 
 import argparse
@@ -18,7 +18,6 @@ import mlx.core as mx
 
 from ..checkpoint import load
 from ..config import PUBLISHED_SIZES, OpenELMConfig
-from ..device import machine_record
 from ..drafts import Acceptance
 from ..errors import RunFailedError
 from ..generation import generate_step
@@ -26,9 +25,11 @@ from ..model import Model
 from ..prompt_lookup import PromptLookup
 from ..sampling import make_sampler
 from ..speculative import speculative_step
-from .command import positive_count
-from .comparison import Comparison
+from .arguments import positive_count
+from .comparison import PERFORMANCE_PAGE, Comparison, write_text
 from .openblas import preload_openblas
+from .record import machine
+from .vs_mlx_lm import describe
 
 REPETITIVE, PROSE = 1.3, 0.9  # promised ratios
 _CHANGE_EVERY = 20
@@ -55,19 +56,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=positive_count, default=100, help="length of either story (at most 120)")
     parser.add_argument("--trials", type=positive_count, default=5, help="turns for each side")
     parser.add_argument("--prompt-lookup", type=positive_count, default=10, metavar="N", help="as in openelm generate")
+    parser.add_argument("--write-docs", action="store_true", help="put the figures into docs/performance.md")
     args = parser.parse_args(argv)
     tiny, tokenizer = load("tiny", dtype="float32")
     model = tiny if args.size is None else Model(OpenELMConfig.from_name(args.size))
     model.eval()
     stories = [story(tiny, tokenizer.encode("Once upon a time there was"), args.tokens, seed) for seed in (1, 2)]
-    machine = machine_record()
-    print(f"{args.size or 'tiny'}, float32, MLX {machine['mlx']} {machine['backend']} backend, {args.trials} turns")
-    print(*_HEADINGS, sep=" | ")
+    conditions = f"{args.size or 'tiny'}, float32, {args.trials} turns, {describe(machine())}"
+    lines = [" | ".join(_HEADINGS), " | ".join(["---"] * len(_HEADINGS))]
+    print(conditions, lines[0], sep="\n")
     passed = True
     for job, text, target in (("repetitive", changed(stories[0]), REPETITIVE), ("prose", stories[1], PROSE)):
         comparison, acceptance = measure(job, model, stories[0], text, target, args.trials, args.prompt_lookup)
-        print(*comparison.cells, f"{acceptance.accepted} of {acceptance.proposed}", sep=" | ")
+        lines.append(" | ".join([*comparison.cells, f"{acceptance.accepted} of {acceptance.proposed}"]))
+        print(lines[-1])
         passed = passed and comparison.passed
+    if args.write_docs:
+        write_text(PERFORMANCE_PAGE, "lookup_decoding", "\n".join(f"| {line} |" for line in lines), conditions)
     return 0 if passed else 1
 
 

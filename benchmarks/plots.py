@@ -6,7 +6,7 @@ matplotlib comes with `pip install 'openelm-mlx[plot]'`. Colours are precisions 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ _BAR_IN = 0.28
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a800")  # Okabe and Ito's
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES = ("-", "--", ":", "-.")
+_GREY = "#444444"
+_WIDE = 6  # from the slowest to the fastest: more, and the axis is logarithmic
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[tuple[str, str]]:
@@ -43,96 +45,110 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[tuple[str, str]]:
 
 def draw_bars(rows: Sequence[Row]) -> Any:
     """One group for each machine and model, one bar for each precision, with its interval."""
-    groups = list(dict.fromkeys((row.chip, row.label) for row in rows))
-    precisions = list(dict.fromkeys(row.precision for row in rows))
-    machines = len({row.chip for row in rows})
-    figure, axes = _figure(1.3 + _BAR_IN * (len(rows) + len(groups)))
+    groups = _distinct((row.chip, row.label) for row in rows)
+    precisions = _distinct(row.precision for row in rows)
+    entries = [
+        (name, {"color": _of(_COLOURS, precisions, name), "marker": "s", "linestyle": ""}) for name in precisions
+    ]
+    figure, (axes,) = _figure([_BAR_IN * (len(rows) + len(groups))], entries)
+    several = len({row.chip for row in rows}) > 1
     position, ticks = 0.0, []
     for chip, label in groups:
         bars = [row for row in rows if (row.chip, row.label) == (chip, label)]
-        ticks.append((position + (len(bars) - 1) / 2, f"{label}\n{chip}" if machines > 1 else label))
+        ticks.append((position + (len(bars) - 1) / 2, f"{label}\n{chip}" if several else label))
         for row in bars:
-            colour = _COLOURS[precisions.index(row.precision) % len(_COLOURS)]
             value = row.result["generation_tps"]
             low, high = row.result.get("generation_tps_interval") or (value, value)
             error = [[max(0.0, value - low)], [max(0.0, high - value)]]
+            colour = _of(_COLOURS, precisions, row.precision)
             axes.barh(position, value, height=0.85, color=colour, xerr=error, ecolor="#444444", capsize=2)
             axes.annotate(f" {value:,.0f}", (max(value, high), position), va="center", fontsize=8)
             position += 1
         position += 0.8
     axes.set_yticks([tick for tick, _ in ticks], [text for _, text in ticks], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(position - 0.8, -1)
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"decode, tokens/s ({_shape_text(rows)}; bars: 95 % interval)")
+    axes.set_xlabel(f"decode, tokens/s ({_shape_text(rows)}; lines: 95 % interval)")
     axes.set_title(_title(rows, "Tokens/s by model and precision"))
-    entries = [
-        (name, {"color": _COLOURS[i % len(_COLOURS)], "marker": "s", "linestyle": ""})
-        for i, name in enumerate(precisions)
-    ]
-    _legend(figure, axes, entries)
     return figure
 
 
 def draw_context(rows: Sequence[Row]) -> Any:
     """A line for each machine, model and precision over the tokens in the cache, on average while decoding."""
-    figure, axes = _figure(4.5)
-    models = list(dict.fromkeys(row.label for row in rows))
-    series = list(dict.fromkeys((row.chip, row.label, row.precision) for row in rows))
-    precisions = list(dict.fromkeys(row.precision for row in rows))
-    chips = list(dict.fromkeys(row.chip for row in rows))
-    entries = []
-    for key in series:
+    models, precisions, chips = (
+        _distinct(getattr(row, name) for row in rows) for name in ("label", "precision", "chip")
+    )
+    entries = [(name, {"color": _of(_COLOURS, models, name)}) for name in models]
+    entries += [(name, {"color": _GREY, "linestyle": _of(_DASHES, precisions, name)}) for name in precisions]
+    if len(chips) > 1:
+        entries += [(n, {"color": _GREY, "linestyle": "", "marker": _of(_MARKERS, chips, n)}) for n in chips]
+    figure, (axes,) = _figure([4.0], entries)
+    for key in _distinct((row.chip, row.label, row.precision) for row in rows):
         chip, label, precision = key
         points = sorted(_context_points(rows, key))
-        style = {
-            "color": _COLOURS[models.index(label) % len(_COLOURS)],
-            "linestyle": _DASHES[precisions.index(precision) % len(_DASHES)],
-            "marker": _MARKERS[chips.index(chip) % len(_MARKERS)],
-        }
-        axes.plot([x for x, _ in points], [y for _, y in points], markersize=4, linewidth=1.4, **style)
-        name = f"{label}, {precision}"
-        entries.append((f"{name}, {chip}" if len(chips) > 1 else name, style))
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            color=_of(_COLOURS, models, label),
+            linestyle=_of(_DASHES, precisions, precision),
+            marker=_of(_MARKERS, chips, chip),
+            markersize=4,
+            linewidth=1.4,
+        )
+    speeds = [row.result["generation_tps"] for row in rows]
+    if max(speeds) > _WIDE * min(speeds):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter("{x:,g}")
+    else:
+        axes.set_ylim(0, 1.08 * max(speeds))
+    axes.set_xlim(left=0)
     axes.set_xlabel("tokens in the cache (mean while decoding)")
     axes.set_ylabel("decode, tokens/s")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
     axes.set_title(_title(rows, "Decode speed against context"))
-    _legend(figure, axes, entries)
     return figure
 
 
 def draw_roofline(rows: Sequence[Row]) -> Any:
-    """Operations/s over operations per byte: what each phase reached, under what the device can do."""
-    figure, axes = _figure(5.0)
-    models = list(dict.fromkeys((row.label, row.precision) for row in rows))
-    chips = list(dict.fromkeys(row.chip for row in rows))
+    """Operations/s over operations per byte, a panel for each machine: what was reached, below what it can do."""
+    models, precisions, chips = (
+        _distinct(getattr(row, name) for row in rows) for name in ("label", "precision", "chip")
+    )
+    entries = [(name, {"color": _of(_COLOURS, models, name), "linestyle": "", "marker": "o"}) for name in models]
+    entries += [
+        (name, {"color": _GREY, "linestyle": "", "marker": _of(_MARKERS, precisions, name)}) for name in precisions
+    ]
+    figure, panels = _figure([3.6] * len(chips), entries)
+    for axes, chip in zip(panels, chips, strict=True):
+        _draw_machine(axes, [row for row in rows if row.chip == chip], models, precisions)
+        axes.set_title(f"{chip}: what was reached, below what the device can do", fontsize=10)
+        axes.set_ylabel("operations/s")
+    panels[-1].set_xlabel("operations per byte (filled: decode, hollow: prefill)")
+    return figure
+
+
+def _draw_machine(axes: Any, rows: Sequence[Row], models: Sequence[str], precisions: Sequence[str]) -> None:
     points = [(row, phase, *point) for row in rows for phase in ("prefill", "decode") if (point := _point(row, phase))]
-    left, right = min(x for *_, x, _ in points) / 3, max(x for *_, x, _ in points) * 3
-    for chip in chips:
-        bandwidth, compute = _ceilings([row for row in rows if row.chip == chip])
-        right = max(right, 3 * compute / bandwidth)
-        xs = [left, compute / bandwidth, right]
-        axes.plot(
-            xs, [min(bandwidth * x, compute) for x in xs], color="#444444", linestyle=_DASHES[chips.index(chip) % 4]
-        )
-        text = f"{chip}: {bandwidth / 1e9:,.0f} GB/s, {compute / 1e9:,.0f} GFLOP/s"
-        axes.annotate(text, (right, compute), ha="right", va="bottom", fontsize=7, color="#444444")
+    bandwidth, compute = _ceilings(rows)
+    ridge = compute / bandwidth
+    left = min(ridge, *(x for *_, x, _ in points)) / 3
+    right = max(ridge, *(x for *_, x, _ in points)) * 3
+    axes.plot([left, ridge, right], [left * bandwidth, compute, compute], color=_GREY)
+    label = {"fontsize": 8, "color": _GREY, "textcoords": "offset points"}
+    axes.annotate(f"{compute / 1e9:,.0f} GFLOP/s", (right, compute), (0, 3), ha="right", va="bottom", **label)
+    middle = (left * ridge) ** 0.5
+    axes.annotate(
+        f"{bandwidth / 1e9:,.0f} GB/s", (middle, middle * bandwidth), (-4, 3), ha="right", va="bottom", **label
+    )
     for row, phase, x, y in points:
-        colour = _COLOURS[models.index((row.label, row.precision)) % len(_COLOURS)]
-        style = {"markerfacecolor": colour if phase == "decode" else "white", "color": colour}
-        axes.plot(x, y, marker=_MARKERS[chips.index(row.chip) % len(_MARKERS)], markersize=6, linestyle="", **style)
+        colour = _of(_COLOURS, models, row.label)
+        marker = _of(_MARKERS, precisions, row.precision)
+        face = colour if phase == "decode" else "white"
+        axes.plot(x, y, marker=marker, markersize=6, linestyle="", color=colour, markerfacecolor=face)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("operations per byte (filled: decode, hollow: prefill)")
-    axes.set_ylabel("operations/s")
-    axes.set_title(_title(rows, "Roofline: what was reached, below what this device can do", len(chips) == 1))
-    entries = [
-        (f"{label}, {precision}", {"color": _COLOURS[i % len(_COLOURS)], "marker": "o", "linestyle": ""})
-        for i, (label, precision) in enumerate(models)
-    ]
-    _legend(figure, axes, entries)
-    return figure
+    axes.set_ylim(top=3 * compute)
 
 
 def _bars(rows: Sequence[Row]) -> list[Row]:
@@ -183,30 +199,38 @@ def _shape_text(rows: Sequence[Row]) -> str:
     return f"{prompt} prompt tokens, {generated} generated" + (f", {batch} texts at once" if batch > 1 else "")
 
 
-def _title(rows: Sequence[Row], text: str, with_chip: bool = True) -> str:
+def _title(rows: Sequence[Row], text: str) -> str:
     chips = {row.chip for row in rows}
-    return f"{text}\n{next(iter(chips))}" if len(chips) == 1 and with_chip else text
+    return f"{text}\n{next(iter(chips))}" if len(chips) == 1 else text
 
 
-def _figure(height_in: float) -> tuple[Any, Any]:
+def _figure(heights_in: Sequence[float], entries: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+    """A figure with a panel of each height, and room for the legend below, where it hides nothing."""
     from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
-
-
-def _legend(figure: Any, axes: Any, entries: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Below the plot, where nothing is hidden by it."""
     from matplotlib.lines import Line2D
 
+    columns = 2 if max(len(name) for name, _ in entries) > 30 else min(3, len(entries))
+    legend_in = 0.2 * -(-len(entries) // columns) + 0.2
+    figure = Figure(figsize=(_WIDTH_IN, sum(heights_in) + 1.1 + legend_in), dpi=_DPI, layout="constrained")
+    panels = figure.subplots(len(heights_in), squeeze=False)[:, 0]
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
     handles = [Line2D([], [], label=name, **style) for name, style in entries]
-    columns = 1 if max(len(name) for name, _ in entries) > 45 else 2 if len(entries) > 3 else len(entries)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    return figure, list(panels)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Each once, in order."""
+    return list(dict.fromkeys(values))
+
+
+def _of(styles: Sequence[str], names: Sequence[str], name: str) -> str:
+    """The style of one of several names; more names than styles begin again."""
+    return styles[names.index(name) % len(styles)]
 
 
 def _save(figure: Any, path: Path) -> None:

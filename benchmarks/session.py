@@ -148,9 +148,10 @@ class Session:
 
 
 def precision(model: nn.Module) -> str:
-    """How most of the weights are held: `4-bit`, or their dtype."""
+    """How most of the weights are held: `4-bit`, or their dtype. A packed embedding keeps more bits and is left out."""
     held: dict[str, int] = {}
-    packed = [module for module in model.modules() if hasattr(module, "bits")]
+    modules = [module for module in model.modules() if hasattr(module, "bits")]
+    packed = [module for module in modules if not isinstance(module, nn.QuantizedEmbedding)] or modules
     for module in packed:
         name = f"{module.bits}-bit"
         held[name] = held.get(name, 0) + module.weight.size * 32 // module.bits  # packed into 32-bit words

@@ -150,7 +150,7 @@ def _limit_lines(measured: Measured) -> Iterator[str]:
             for phase in ("prefill", "decode")
             if (part := limits[phase])["share"] is not None
         )
-        yield f"reached with {result.prompt_tokens}+{result.generation_tokens} tokens: {shares}"
+        yield f"reached, {result.prompt_tokens}+{result.generation_tokens}: {shares}"
 
 
 def _paper_lines(measured: Measured) -> Iterator[str]:

@@ -19,10 +19,11 @@ import mlx.core as mx
 
 from ..config import PUBLISHED_SIZES, OpenELMConfig
 from ..device import is_metal
-from .command import machine, positive_count
+from .arguments import positive_count
 from .comparison import PERFORMANCE_PAGE, Comparison, print_comparisons, write_block, write_json
 from .openblas import preload_openblas
 from .random_checkpoint import write_random_folder
+from .record import machine
 from .side_by_side import Pair, cold_start, decode, decode_nodes, first_token
 
 # Promised ratios, as measured when the levers behind them were chosen, less what a busy machine takes away.

@@ -63,7 +63,7 @@ def machine_record() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "gpu_cores": gpu_cores(),
         "memory_bytes": total_memory_bytes(),
-        "os": f"{platform.system()} {platform.mac_ver()[0] or platform.release()}",
+        "os": f"{platform.system()} {platform.mac_ver()[0] or platform.release().split('-')[0]}",
         "machine": platform.machine(),
         "backend": "metal" if is_metal() else "cpu",
         **power_record(),
