@@ -16,7 +16,7 @@ from torch_writer import write_torch_file
 from openelm_mlx import atomic
 from openelm_mlx.cli import main
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.convert import convert
+from openelm_mlx.convert import blocks, convert, streaming
 from openelm_mlx.convert.export import export
 from openelm_mlx.convert.export_torch import corenet_name, corenet_yaml
 from openelm_mlx.convert.sources import open_source
@@ -24,6 +24,7 @@ from openelm_mlx.convert.streaming import planned
 from openelm_mlx.convert.torch_file import read_torch_file, tensors_of
 from openelm_mlx.safetensors_file import read_folder, read_metadata, weight_files
 from openelm_mlx.safetensors_writer import shards
+from openelm_mlx.tensors import StoredTensor
 
 RAW = small_config(vocab_size=4096, num_transformer_layers=2)
 WEIGHTS = random_checkpoint(RAW, seed=3)
@@ -315,6 +316,32 @@ class TestRefusals:
         monkeypatch.setattr("openelm_mlx.convert.export_torch.write_tokenizer", interrupted)
         assert main(["export", str(small), "--to", to, "-o", str(out)]) == 130
         assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "pt", "corenet", "gguf"])
+def test_no_tensor_is_ever_read_whole(monkeypatch, small, out, to):
+    # fault C12: memory does not grow with the model
+    sizes = []
+
+    def read_whole(tensor):
+        raise AssertionError(f"{tensor.name} was read whole")
+
+    def rows(rows_of, tensor, start, stop):
+        sizes.append((stop - start) * tensor.nbytes // tensor.num_rows)
+        return rows_of(tensor, start, stop)
+
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr(StoredTensor, "read", read_whole)
+    read = streaming._read
+    monkeypatch.setattr(
+        streaming, "_read", lambda name, tensor, *span: rows(lambda t, *s: read(name, t, *s), tensor, *span)
+    )
+    out.parent.mkdir()
+    export(small, to, out)
+    assert len(sizes) > 40
+    assert max(sizes) <= 64 * 1024
 
 
 class TestCommand:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from artefacts import TINY, TOKENIZER, tiny_config, write_hub
+from measures import kl
 from reference import random_checkpoint, reference_logits, small_config
 from sentencepiece import SentencePieceProcessor
 
 from openelm_mlx import atomic
+from openelm_mlx.benchmarks import llama_cpp_agreement
 from openelm_mlx.cli import main
 from openelm_mlx.convert import convert
 from openelm_mlx.convert.export import export
@@ -247,3 +249,15 @@ def test_what_was_made_is_told_as_json(capsys, out):
     assert (made["format"], made["kind"], made["parameters"]) == ("gguf", "Q8_0", 4607616)
     assert made["nbytes"] < out.stat().st_size < made["nbytes"] + 200_000
     assert "next: llama-cli -m '" in shown.err
+
+
+def test_the_comparison_with_llama_cpp_says_what_it_needs(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    assert llama_cpp_agreement.main([]) == 2
+    assert capsys.readouterr().err == ("error: this comparison needs llama.cpp; pip install llama-cpp-python\n")
+
+
+def test_the_comparisons_divergence_is_kl():
+    one, other = np.random.default_rng(0).standard_normal((2, 5, 7)).astype(np.float32)
+    assert llama_cpp_agreement._kl(one, one) == pytest.approx(0, abs=1e-12)
+    assert llama_cpp_agreement._kl(one, other) == pytest.approx(kl(one, other))
