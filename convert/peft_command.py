@@ -9,8 +9,11 @@ from typing import Any
 
 from ..errors import ConfigError
 
+# What convert can be asked of a model; `more` are the further checkpoints of an average.
 _FOR_MODELS = (
-    "quantize", "dtype", "tokenizer", "config", "revision", "keep_vocab_padding", "instruct", "measure", "upload_repo",
+    "quantize", "q_bits", "q_group_size", "q_mode", "embedding_bits", "recipe", "method", "calibration", "seed",
+    "dtype", "average", "more", "dequantize", "use_ema", "fuse", "tie", "adapter_path", "tokenizer", "config",
+    "revision", "keep_vocab_padding", "measure", "instruct", "upload_repo",
 )  # fmt: skip
 
 
@@ -18,13 +21,16 @@ def peft_folder(source: str) -> Path | None:
     """The folder that `source` names, if a PEFT adapter is in it."""
     from .peft import is_peft
 
-    folder = Path(source).expanduser()
+    try:
+        folder = Path(source).expanduser()
+    except RuntimeError:  # `~name` of a user that is not here: whoever looks for a model says so
+        return None
     return folder if is_peft(folder) else None
 
 
 def convert_adapter(folder: Path, args: argparse.Namespace) -> int:
     """Make the adapter folder `args.mlx_path`, then say what it is and how to use it."""
-    unused = [flag for flag in _FOR_MODELS if getattr(args, flag, None) not in (None, False)]
+    unused = [flag for flag in _FOR_MODELS if getattr(args, flag, None) not in (None, False, [])]
     if unused:
         flag = unused[0].replace("_", "-")
         raise ConfigError(

@@ -91,6 +91,8 @@ def rank_of(tensors: Mapping[str, StoredTensor], where: str) -> int:
             ranks.add(tensor.shape[1 if part.endswith("a") else 0])
     if not faults and len(ranks) > 1:
         faults.append(f"ranks {sorted(ranks)} in one adapter (rank_pattern), expected one rank for all layers")
+    if not faults and not all(0 < rank < 2**16 for rank in ranks):
+        faults.append(f"a rank of {ranks.pop()}, expected 1 to 65535")
     if faults or not ranks:
         raise CheckpointError(f"{where}: {listing(faults)}")
     return ranks.pop()

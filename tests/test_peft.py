@@ -201,6 +201,7 @@ def test_what_cannot_be_expressed_is_one_line(tmp_path, capsys, settings, messag
         (lambda t: t.update({next(iter(t)): np.zeros(4, np.float32)}), "expected a matrix"),
         (lambda t: next(iter(t.values())).fill(np.nan), "not a number"),
         (lambda t: t.clear(), "no LoRA tensors"),
+        (lambda t: t.update({k: v[:0] if "_A" in k else v[:, :0] for k, v in t.items()}), "a rank of 0"),
     ],
 )
 def test_damaged_tensors_are_one_line(tmp_path, change, message):
@@ -255,8 +256,9 @@ def test_convert_and_info_know_the_folder_from_its_content(tmp_path, capsys):
     assert main(["info", str(source), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["format"], facts["rank"], facts["scale"], facts["base_model"]) == ("peft", 4, 2.0, "some/base")
-    assert main(["convert", str(source), "-q"]) == 2
-    assert "adapter" in capsys.readouterr().err
+    for flags in (["-q"], ["other", "--average"], ["--dtype", "float16"]):
+        assert main(["convert", str(source), *flags]) == 2
+        assert "is a PEFT adapter" in capsys.readouterr().err
     assert main(["convert", str(source), "-o", str(tmp_path / "mlx")]) == 0
     assert "--adapter-path" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "mlx").iterdir()) == ["adapter_config.json", "adapters.safetensors"]
