@@ -249,6 +249,13 @@ class TestAdapters:
         assert not out.exists()
         assert not adapter.exists() or not any(adapter.iterdir())
 
+    @pytest.mark.parametrize("place", [".", "inside"])
+    def test_the_adapter_needs_a_place_of_its_own(self, tmp_path, out, weights, place):
+        source = write_torch_file(tmp_path / "c.pt", adapter_state(weights, rank=4))
+        with pytest.raises(OutputError, match="choose another place"):
+            convert(source, out, adapter_path=out / place, **SETTINGS)
+        assert not out.exists()
+
     @pytest.mark.parametrize("spoil", SPOILT)
     def test_half_an_adapter(self, capsys, tmp_path, out, weights, spoil):  # fault G1
         change, words = SPOILT[spoil]
