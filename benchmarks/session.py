@@ -17,6 +17,7 @@ from .runs import Run
 
 DEFAULT_TRIALS = 5
 MAX_WARM_UPS = 5
+_LEAST_WARM_UP_S = 0.5
 _STILL_FASTER = 0.9  # a warm-up that takes less than this share of the one before it calls for another
 
 Clock = Callable[[], float]
@@ -75,14 +76,16 @@ class Session:
     _footprint: int | None = None
 
     def warm_up(self, progress: Progress) -> None:
-        """Runs of the same shape until one is not much faster than the one before it, or there were enough."""
-        before = None
-        while not self.is_stable and self.warm_ups < self.method.max_warm_ups:
+        """Runs of the same shape until one is not much faster than the one before it, or there were enough.
+
+        Short ones go on for a moment longer: clocks take time to rise.
+        """
+        taken: list[float] = []
+        while self.warm_ups < self.method.max_warm_ups and not (self.is_stable and sum(taken) >= _LEAST_WARM_UP_S):
             self.warm_ups += 1
             progress(f"{self.label} warm-up {self.warm_ups}")
-            total_s = self._run().total_s
-            self.is_stable = before is not None and total_s >= _STILL_FASTER * before
-            before = total_s
+            taken.append(self._run().total_s)
+            self.is_stable = len(taken) > 1 and taken[-1] >= _STILL_FASTER * taken[-2]
 
     def trial(self, progress: Progress) -> None:
         """One run that counts."""

@@ -30,7 +30,7 @@ COMMANDS = {
     "chat": (".chat.command", "a conversation in the terminal, or a script of messages"),
     "cache-prompt": (".cache_prompt_command", "compute a prompt's beginning once, for generate to continue"),
     "lora": (".lora.command", "fine-tune on your own texts: LoRA, DoRA, or whole weights"),
-    "bench": (".benchmarks.command", "tokens/s of prefill and decode"),
+    "bench": (".benchmarks.command", "tokens/s, memory and limits; compare, profile, report"),
     "doctor": (".doctor", "what this machine can do, and what to fix"),
 }
 
