@@ -90,7 +90,7 @@ def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) ->
         with asked_to_stop(note) as interrupted, wired_limit(_wired_bytes(run.model)), watchdog:
             run.interrupted = interrupted
             if data.valid and settings.val_batches:
-                run.validate = partial(_validation, run, data.valid, settings.val_batches)
+                run.validate = partial(_validation, run, data.valid, watchdog)
             outcome = train(run)
     finally:
         lines.close()
@@ -114,10 +114,16 @@ def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) ->
     }
 
 
-def _validation(run: Run, sequences: list[Sequence], count: int) -> float | None:
+def _validation(run: Run, sequences: list[Sequence], watchdog: Watchdog) -> float | None:
     batches = make_batches(sequences, run.settings, run.model, shuffle=False)
+    count = run.settings.val_batches
     shown = len(batches) if count == -1 else min(count, len(batches))
-    with counting("validation", shown) as tick:
+    with counting("validation", shown) as bar:
+
+        def tick(done: int) -> None:
+            watchdog.beat()
+            bar(done)
+
         return evaluate(run.model, batches, count, interrupted=run.interrupted, tick=tick)
 
 

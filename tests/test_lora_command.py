@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from reference import read_safetensors
+from test_lora_settings import EXAMPLE
 from tuning import write_small_folder
 
 import openelm_mlx
@@ -242,24 +243,39 @@ def test_a_quantised_base_is_trained_as_it_is(folder, tmp_path, capsys):
     packed = tmp_path / "packed"
     convert = ("convert", str(folder / "model"), "--mlx-path", str(packed), "-q", "--q-group-size", "32")
     assert openelm(capsys, *convert)[0] == 0
-    quick = (
+    quick = [
         *QUICK,
         "--model",
         packed,
-        "--iters",
-        12,
-        "--steps-per-eval",
-        6,
         "--keep-quantized",
+        "--iters",
+        4,
+        "--steps-per-eval",
+        4,
         "--learning-rate",
-        1e-2,
-    )
+        0.01,
+    ]
     status, _, err = openelm(capsys, *arguments(folder, tmp_path / "a", *quick))
     assert status == 0, err
     losses = [entry["val_loss"] for entry in read_log(tmp_path / "a") if "val_loss" in entry]
     assert losses[-1] < losses[0]
     status, _, err = openelm(capsys, *arguments(folder, tmp_path / "b", *quick, "--fine-tune-type", "full"))
     assert (status, "is quantized, and whole weights need plain ones" in err) == (2, True)
+
+
+def test_mlx_lms_example_runs_once_model_data_and_keys_are_ours(folder, tmp_path, capsys):
+    text = EXAMPLE.replace("self_attn.q_proj", "attn.qkv_proj").replace("self_attn.v_proj", "ffn.proj_2")
+    changed = {"mlx_model": folder / "model", "some/dataset": folder / "data", '"adapters"': tmp_path / "out"}
+    for old, new in changed.items():
+        text = text.replace(old, str(new))
+    (tmp_path / "lora.yaml").write_text(text.replace("num_layers: 16", "num_layers: 2"))
+    assert openelm(capsys, "lora", "-c", str(tmp_path / "lora.yaml"), "--iters", "2")[0] == 0
+    names = read_header(tmp_path / "out" / "adapters.safetensors")
+    assert len(names) == 2 * 2 * 2
+    (tmp_path / "lora.yaml").write_text(text.replace("attn.qkv_proj", "self_attn.q_proj"))
+    more = ("--num-layers", "2", "--adapter-path", str(tmp_path / "other"))
+    status, _, err = openelm(capsys, "lora", "-c", str(tmp_path / "lora.yaml"), *more)
+    assert (status, "attn.out_proj, attn.qkv_proj, ffn.proj_1, ffn.proj_2" in err) == (2, True)
 
 
 def test_services_get_mlx_lms_reports(folder, tmp_path, capsys, monkeypatch):
