@@ -24,6 +24,7 @@ _MOMENTS = {"adam": 2.0, "adamw": 2.0, "sgd": 1.0, "muon": 1.0, "adafactor": 0.1
 _FLOAT32 = 4
 # Fitted to 18 peaks, tiny and 270M in float32 with 64 to 1,024 tokens, all within 13 % (without the weights).
 _SCORES = 0.5  # arrays (B, Hq, L, L) that attention keeps of a layer: not all layers' live at once
+_DROPOUT = 1.5  # arrays as wide as each linear layer's input that dropout keeps beside it
 _BACKWARD = 2.25  # work of one layer's backward pass, in units of what its forward pass keeps
 _CHUNK_ARRAYS = 4  # (chunk, V) arrays alive at once
 
@@ -72,15 +73,16 @@ def _activations(config: OpenELMConfig, spec: AdapterSpec, settings: Settings, r
     first = total - spec.num_layers if spec.num_layers > 0 else 0
     dora = spec.fine_tune_type == "dora"
     layers = range(first, total)
-    kept = [_layer(config, layer, rows, length, dora) for layer in layers]
+    dropout = spec.fine_tune_type != "full" and spec.dropout > 0
+    kept = [_layer(config, layer, rows, length, dora, dropout) for layer in layers]
     tokens = rows * length
-    work = _BACKWARD * _layer(config, layers[-1], rows, length, dora=False)
+    work = _BACKWARD * _layer(config, layers[-1], rows, length, dora=False, dropout=False)
     if settings.grad_checkpoint:
         return tokens * config.model_dim * len(kept) + kept[-1] + work
     return sum(kept) + work
 
 
-def _layer(config: OpenELMConfig, layer: int, rows: int, length: int, dora: bool) -> float:
+def _layer(config: OpenELMConfig, layer: int, rows: int, length: int, dora: bool, dropout: bool) -> float:
     """Numbers that one layer keeps: inputs, normed inputs, heads, scores, the feed-forward's widths.
 
     DoRA also keeps what each linear layer gives before its rows are rescaled.
@@ -94,4 +96,6 @@ def _layer(config: OpenELMConfig, layer: int, rows: int, length: int, dora: bool
     )
     if dora:
         a_token += (query + 2 * kv) * dim + 2 * config.model_dim + 2 * config.ffn_dims[layer]
+    if dropout:
+        a_token += _DROPOUT * (2 * config.model_dim + query * dim + config.ffn_dims[layer])
     return rows * length * a_token
