@@ -2,7 +2,8 @@
 
 The best of several attempts at several operations: a limit is what the device can do, not what it does on average.
 Memory is tried over as many bytes as the model's weights take, so that a model that fits into a cache is held against
-the cache. Vendors' data sheets are not used: they say nothing of this machine's power mode and temperature.
+the cache; and with those weights themselves, each matrix times a vector and nothing else. Vendors' data sheets are not
+used: they say nothing of this machine's power mode and temperature.
 """
 
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..device import available_memory_bytes
 from ..model import Model
@@ -68,7 +70,7 @@ def measure_limits(model: Model, clock: Clock = time.perf_counter) -> DeviceLimi
     nbytes = min(max(weights, _LEAST_BYTES), _MOST_BYTES, max(spare, _LEAST_BYTES))
     dtype = model.transformer.norm.weight.dtype
     bits = sorted({module.bits for module in model.modules() if hasattr(module, "bits")})
-    bandwidth = memory_bandwidth(nbytes, dtype, clock)
+    bandwidth = max(memory_bandwidth(nbytes, dtype, clock), weights_bandwidth(model, clock))
     products = [matmul_throughput(dtype, None, clock), *(matmul_throughput(dtype, b, clock) for b in bits[:1])]
     mx.clear_cache()  # the probes' buffers are no part of what is measured next
     return DeviceLimits(bandwidth, max(products), nbytes, str(dtype).rpartition(".")[-1])
@@ -87,6 +89,29 @@ def memory_bandwidth(nbytes: int, dtype: mx.Dtype, clock: Clock = time.perf_coun
         read / _best_s(lambda: mx.sum(words), clock),
         2 * read / _best_s(lambda: words + 1, clock),  # read and written
     )
+
+
+def weights_bandwidth(model: Model, clock: Clock = time.perf_counter) -> float:
+    """Bytes/s when every matrix of the model meets one vector: what a decode step cannot do without."""
+    dtype = model.transformer.norm.weight.dtype
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+    products: list[tuple[Callable[[mx.array], mx.array], mx.array]] = [
+        (linear, mx.ones((1, _input_width(linear)), dtype)) for linear in linears
+    ]
+    read = sum(array.nbytes for linear in linears for array in linear.values() if isinstance(array, mx.array))
+    hidden = mx.ones((1, model.config.model_dim), dtype)
+    if model.config.share_input_output_layers:
+        read += sum(
+            array.nbytes for array in model.transformer.token_embeddings.values() if isinstance(array, mx.array)
+        )
+        products.append((model.head, hidden))
+    mx.eval([vector for _, vector in products], model.parameters())
+    return read / _best_s(lambda: [multiply(vector) for multiply, vector in products], clock)
+
+
+def _input_width(linear: nn.Linear | nn.QuantizedLinear) -> int:
+    width = linear.weight.shape[1]
+    return width * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else width
 
 
 def matmul_throughput(dtype: mx.Dtype, bits: int | None = None, clock: Clock = time.perf_counter) -> float:
@@ -110,7 +135,7 @@ def _product(size: int, dtype: mx.Dtype, bits: int | None) -> Callable[[], mx.ar
     return lambda: mx.quantized_matmul(left, *packed, transpose=True, group_size=_GROUP_SIZE, bits=bits)
 
 
-def _best_s(work: Callable[[], mx.array], clock: Clock) -> float:
+def _best_s(work: Callable[[], mx.array | list[mx.array]], clock: Clock) -> float:
     """Seconds of the fastest attempt. A clock too coarse to tell counts as its least step, a nanosecond."""
     best = float("inf")
     for _ in range(1 + _ATTEMPTS):

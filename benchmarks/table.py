@@ -25,9 +25,7 @@ def print_results(measured: Measured) -> None:
         if len(results) == 1:
             _print_one(console, *results[0])
         else:
-            named = any(result.variant not in ("", THEIRS) for result, _ in results)
-            rows = ([result.variant] * named + list(_row(result)) for result, _ in results)
-            console.print(columns([""] * named + list(_HEADINGS), rows))
+            console.print(_shapes([result for result, _ in results]))
     for line in _footnotes(measured):
         console.print(line, soft_wrap=True)
 
@@ -66,13 +64,23 @@ def print_norms(results: Sequence[BenchResult], count: int) -> None:
 _HEADINGS = ("tokens", "batch", "prefill/s", "decode/s", "min - max", "first s", "total s", "peak*")
 
 
+def _shapes(results: Sequence[BenchResult]) -> Any:
+    """A row for each shape; where several variants are told apart, their names instead of what single texts have."""
+    if all(result.variant in ("", THEIRS) for result in results):
+        return columns(_HEADINGS, map(_row, results))
+    left_out = [_HEADINGS.index(heading) for heading in ("batch", "total s")]
+    keep = [i for i in range(len(_HEADINGS)) if i not in left_out]
+    rows = ([result.variant, *(_row(result)[i] for i in keep)] for result in results)
+    return columns(["", *(_HEADINGS[i] for i in keep)], rows)
+
+
 def _row(result: BenchResult) -> tuple[str, ...]:
     return (
         f"{result.prompt_tokens}+{result.generation_tokens}",
         str(result.batch_size),
         number(result.prompt_tps),
         number(result.generation_tps),
-        spread(result.values("generation_tps")),
+        spread(result.values("generation_tps"), decimals_below=1000),
         f"{result.ttft_s:.3f}",
         f"{result.total_s:.2f}",
         megabytes(result.peak_memory_bytes),
@@ -190,9 +198,15 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.0f} MB"
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], decimals_below: float = float("inf")) -> str:
     """The least and the greatest of some rates."""
-    return "-" if not values else f"{number(min(values))} - {number(max(values))}"
+    return (
+        "-"
+        if not values
+        else " - ".join(
+            number(value) if value < decimals_below else f"{value:,.0f}" for value in (min(values), max(values))
+        )
+    )
 
 
 def _ratio(value: float | None, bounds: Sequence[float] | None) -> str:

@@ -147,7 +147,8 @@ def print_training(training: Sequence[dict[str, Any]]) -> None:
     )
     console = Console(highlight=False, markup=False)
     console.print(columns(("model", "tokens", "checkpointing", "tokens/s", "min - max", "peak*"), rows))
-    console.print(f"LoRA, all layers; medians of the iterations after {WARM_UPS}; * of the MLX allocator, with weights")
+    console.print(f"LoRA, all layers; medians of the iterations after {WARM_UPS}")
+    console.print("* of the MLX allocator, weights included")
 
 
 def _plan(args: argparse.Namespace) -> tuple[list[str], list[TrainingShape], int]:

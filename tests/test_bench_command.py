@@ -1,5 +1,6 @@
 """`openelm bench` as a user meets it: tables, the JSON object, what is refused, what an interruption leaves."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,16 +9,17 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from artefacts import TOKENIZER, write_hub
+from fake_bench import FakeModel, run
 from reference import random_checkpoint, small_config
 
-from openelm_mlx.benchmarks import matrix, suite, train
+from openelm_mlx.benchmarks import matrix, paper, suite, table
 from openelm_mlx.benchmarks.command import make_plan
 from openelm_mlx.benchmarks.matrix import Precision, Source
 from openelm_mlx.benchmarks.record import check_record
 from openelm_mlx.benchmarks.session import Shape
 from openelm_mlx.cli import COMMANDS, Parser, main
 from openelm_mlx.config import OpenELMConfig
-from openelm_mlx.errors import GenerationError, RunFailedError
+from openelm_mlx.errors import GenerationError
 
 SHORT = ["-p", "12", "-g", "4", "-n", "2", "--no-limits"]
 
@@ -173,7 +175,10 @@ def test_norms_are_compared_in_one_run(small, capsys):
     record, _ = bench(capsys, "--model", small, *SHORT, "--norms")
     assert [result["variant"] for result in record["results"]] == ["fused RMSNorm", "naive RMSNorm", "fused LayerNorm"]
     assert main(["bench", "--model", small, *SHORT, "--norms"]) == 0
-    assert "(17 norms a token)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(17 norms a token)" in printed
+    assert "fused LayerNorm" in printed
+    assert "…" not in printed  # nothing is cut off
 
 
 @pytest.mark.needs_mlx_lm
@@ -194,8 +199,8 @@ def test_mlx_lm_measures_the_same_folder_in_turn(small, capsys):
 
 def test_a_baseline_decides_the_exit_status(small, capsys, tmp_path):
     file = tmp_path / "before.json"
-    run = ["bench", "--model", small, "-p", "12", "-g", "4", "-n", "3", "--no-limits"]
-    assert main([*run, "-o", str(file)]) == 0
+    flags = ["bench", "--model", small, "-p", "12", "-g", "4", "-n", "3", "--no-limits"]
+    assert main([*flags, "-o", str(file)]) == 0
     before = json.loads(file.read_text())
     for factor, status in ((1e3, 1), (1e-3, 0)):
         record = json.loads(json.dumps(before))
@@ -204,7 +209,7 @@ def test_a_baseline_decides_the_exit_status(small, capsys, tmp_path):
                 holder[rate] *= factor
         file.write_text(json.dumps(record))
         capsys.readouterr()
-        assert main([*run, "--baseline", str(file)]) == status
+        assert main([*flags, "--baseline", str(file)]) == status
         assert capsys.readouterr().out.count("SLOWER") == 2 * status
 
 
@@ -217,8 +222,10 @@ def test_an_interrupted_run_keeps_what_is_finished(small, capsys, monkeypatch, t
         if "9+4: trial 2" in step:
             raise KeyboardInterrupt
 
-    run = suite.run
-    monkeypatch.setattr(suite, "run", lambda plan, progress: run(plan, type(progress)(interrupting, progress.total)))
+    run_suite = suite.run
+    monkeypatch.setattr(
+        suite, "run", lambda plan, progress: run_suite(plan, type(progress)(interrupting, progress.total))
+    )
     file = tmp_path / "part.json"
     flags = ["-p", "4,9,12", "-g", "4", "-n", "3", "--no-limits", "--json", "-o", str(file)]
     assert main(["bench", "--model", small, *flags]) == 130
@@ -322,69 +329,31 @@ def test_progress_counts_runs_by_their_tokens_and_never_beyond_the_end():
     assert shown[-1] == pytest.approx(1.0)
 
 
-class TestTraining:
-    """`--train`: the trainer is a program of its own, and its log is what counts."""
+def test_the_papers_protocol(tmp_path, capsys, monkeypatch):
+    """In small: one dry run, five runs, means in the paper's way, nothing recalled beside what is no OpenELM size."""
+    config = small_config(vocab_size=4096)
+    folder = write_hub(tmp_path / "m", random_checkpoint(config), config)
+    monkeypatch.setattr(paper, "SHAPE", Shape(36, 4))
+    record, _ = bench(capsys, "--model", str(folder), "--paper", "--no-limits")
+    (result,) = record["results"]
+    assert (result["prompt_tokens"], result["generation_tokens"], result["warm_ups"]) == (36, 4, 1)
+    assert len(result["trials"]) == 5
+    assert record["settings"]["protocol"] == "paper"
+    decode_s = [trial["decode_s"] for trial in result["trials"]]
+    assert result["paper"]["as_the_paper_counts"]["generation"] == pytest.approx(4 / (sum(decode_s) / 5))
+    assert result["paper"]["recalled"] is None
+    assert main(["bench", "--model", str(folder), "--paper", "--no-limits"]) == 0
+    printed = capsys.readouterr().out
+    assert "as the paper counts (mean of 5)" in printed
+    assert "recalled" not in printed
 
-    def log(self, path, rates, peak=0.5):
-        lines = [{"settings": {}}, *({"iteration": i, "tokens_per_second": rate, "peak_memory": peak} for i, rate in
-                                     enumerate(rates, 1)), {"iteration": 9, "val_loss": 1.0}]  # fmt: skip
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return path
 
-    def test_the_first_iterations_are_a_warm_up(self, tmp_path):
-        shape = train.TrainingShape(512, 1, False)
-        result = train.read_log("m", shape, self.log(tmp_path / "log", [1, 2, 100, 120, 110]))
-        assert result.tokens_per_second == (100, 120, 110)
-        assert result.to_dict()["tokens_per_second"] == 110
-        assert result.peak_memory_bytes == 500_000_000
-        with pytest.raises(RunFailedError, match="no iteration after 2"):
-            train.read_log("m", shape, self.log(tmp_path / "log", [1, 2]))
-
-    def test_every_length_and_batch_with_and_without_checkpointing(self, monkeypatch, capsys):
-        ran = []
-
-        def fake(model, shape, trials, flags):
-            ran.append((model, *vars(shape).values(), trials, *flags))
-            return train.TrainingResult(model, shape, (10.0, 12.0), 10**9)
-
-        monkeypatch.setattr(train, "train", fake)
-        assert main(["bench", "--train", "-p", "64,128", "-b", "1,2", "-n", "3", "--dtype", "float32", "--json"]) == 0
-        assert len(ran) == 8
-        assert ran[:2] == [
-            ("tiny", 64, 1, False, 3, "--dtype", "float32"),
-            ("tiny", 64, 1, True, 3, "--dtype", "float32"),
-        ]
-        record = json.loads(capsys.readouterr().out)
-        check_record(record)
-        assert len(record["training"]) == 8
-        assert main(["bench", "--train", "-n", "3"]) == 0
-        assert "1 x 512" in capsys.readouterr().out
-
-    def test_the_trainers_own_words_tell_of_its_failure(self, monkeypatch):
-        monkeypatch.setattr(train, "lora_arguments", lambda *_: ["lora", "--no-such-flag"])
-        with pytest.raises(RunFailedError, match=r"openelm lora failed: .*--no-such-flag"):
-            train.train("tiny", train.TrainingShape(8, 1, False), 1)
-
-    def test_the_trainer_knows_the_flags(self, tmp_path):
-        """What is run is what `openelm lora` understands; it is looked up as the command line does."""
-        from importlib import import_module
-
-        shape = train.TrainingShape(64, 2, True)
-        name, *flags = train.lora_arguments("tiny", shape, tmp_path, tmp_path, 3)
-        parser = Parser(prog="openelm lora")
-        import_module(COMMANDS[name][0], "openelm_mlx").add_arguments(parser)
-        parsed = parser.parse_args([*flags, *train._loading_flags(self.everything())])
-        assert (parsed.max_seq_length, parsed.batch_size, parsed.iters) == (64, 2, 5)
-        assert parsed.grad_checkpoint
-
-    def everything(self):
-        return parsed("--train", "--dtype", "float32", "--offline", "--revision", "x", "--keep-quantized")
-
-    def test_every_row_is_longer_than_a_sequence(self, tmp_path):
-        from openelm_mlx.tokenizer import Tokenizer
-
-        shape = train.TrainingShape(300, 2, False)
-        train.write_rows(tmp_path / "data", shape, iterations=3)
-        rows = (tmp_path / "data" / "train.jsonl").read_text().splitlines()
-        assert len(rows) == 6
-        assert len(Tokenizer.from_path(TOKENIZER).encode(json.loads(rows[0])["text"])) >= 300
+def test_the_papers_numbers_stand_beside_the_real_sizes_and_are_marked(capsys):
+    config = OpenELMConfig.from_name("270M")
+    result = dataclasses.replace(run(FakeModel(), trials=5), precision="bfloat16", model="apple/OpenELM-270M")
+    table.print_results([(result, {"paper": paper.to_dict(result, config)})])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "the paper, MacBook Pro, M2 Max, 64 GiB, macOS 14.4.1, MLX 0.10.0: prompt 1,151.4, generation 212.4" in printed
+    )
+    assert "as recalled, not checked against the paper" in printed

@@ -182,3 +182,14 @@ def test_each_norm_runs_in_the_whole_model_and_the_usual_one_returns(small):
 
 def test_the_published_counts_of_norms():
     assert norms.norm_count(OpenELMConfig.from_name("1_1B")) == 113
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_models_own_matrices_are_read_once_each(bits):
+    """A second by the clock: bytes/s are the bytes, those of all matrices and none of the norms."""
+    config = OpenELMConfig.from_dict(small_config())
+    model = unread_model(config, bits)
+    ticks = iter(range(100))
+    norms_bytes = sum(2 * math.prod(s) for s in config.parameter_shapes().values() if len(s) == 1)
+    expected = counted_bytes(config.parameter_shapes(), bits) - norms_bytes
+    assert device_limits.weights_bandwidth(model, lambda: float(next(ticks))) == expected
