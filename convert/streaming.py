@@ -16,13 +16,14 @@ from ..errors import CheckpointError
 from ..quantize import Quantization, QuantizationSettings
 from ..safetensors_writer import PlannedTensor
 from ..tensors import CODES, FLOATING, StoredTensor, from_mlx, mlx_name, to_mlx
-from .blocks import in_threads, is_finite, row_ranges
+from .blocks import BLOCK_BYTES, in_threads, is_finite, row_ranges
 
 Tick = Callable[[int], None]  # told how many bytes were done
 Job = Callable[[], tuple[mx.array, ...]]
 Rows = tuple[np.ndarray, ...]  # (weight,) or (weight, scales[, biases])
 Block = tuple[mx.array, ...] | Rows
 _BLOCKS_AHEAD = 4
+_COMPUTED_BLOCK_BYTES = 4 * 2**20  # enough work for MLX that handing blocks over does not count
 
 
 def outputs(
@@ -57,15 +58,15 @@ def transformed(
 
     Raises CheckpointError for a value that is infinite or not a number, or becomes so in the new dtype.
     """
+    copies = not any(quantizations) and {tensor.dtype for tensor in tensors.values()} == {CODES[dtype]}
+    block_bytes = BLOCK_BYTES if copies else _COMPUTED_BLOCK_BYTES
     reads = (
         partial(_read, name, tensor, start, stop)
         for name, tensor in tensors.items()
-        for start, stop in row_ranges(tensor)
+        for start, stop in row_ranges(tensor, block_bytes=block_bytes)
     )
-    copies = not any(quantizations) and {tensor.dtype for tensor in tensors.values()} == {CODES[dtype]}
     begun: deque[tuple[str, dict[QuantizationSettings | None, Block]]] = deque()
-    # Where MLX computes, its threads are the busy ones: more of ours would only take turns with this one.
-    for i, (name, rows) in enumerate(in_threads(reads) if copies else (read() for read in reads)):
+    for i, (name, rows) in enumerate(in_threads(reads)):
         code = tensors[name].dtype
         blocks: dict[QuantizationSettings | None, Block] = {}
         for settings in {_settings(quantization, name) for quantization in quantizations}:
@@ -138,7 +139,11 @@ def _computed(rows: np.ndarray, code: str, dtype: str, settings: QuantizationSet
     # No Metal GPU has float64.
     values = to_mlx(rows.astype(np.float32), "F32") if code == "F64" else to_mlx(rows, code)
     values = values.astype(getattr(mx, dtype))
-    return tuple(mx.quantize(values, **settings.to_dict())) if settings else (values,)
+    if settings is None:
+        return (values,)
+    # The same codes and scales come out of float32 copies of the rounded values, on a CPU a quarter faster.
+    codes, *scales = mx.quantize(values.astype(mx.float32), **settings.to_dict())
+    return (codes, *(part.astype(values.dtype) if mx.issubdtype(part.dtype, mx.floating) else part for part in scales))
 
 
 def _finished(
