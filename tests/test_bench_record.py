@@ -117,7 +117,7 @@ def test_results_that_were_sent_in_are_records(file):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (set_at("/home/someone/model", "results", 0, "model"), "names a path"),
+        (set_at("/somewhere/model", "results", 0, "model"), "names a path"),
         (set_at(True, "interrupted"), "interrupted"),
         (set_at([], "results"), "no results"),
     ],
