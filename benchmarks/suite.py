@@ -94,7 +94,7 @@ def _measure_model(
         tell = progress.shape(shape, plan.method.trials, plan.sides)
         results = measure_in_turns(make(shape), tell)
         outcome.measured += [(result, _more(plan, source, result)) for result in results]
-    if plan.limits:
+    if plan.limits and not plan.norms:  # a limit is no norm's
         tell(f"{source.name}: limits of this device")
         _add_limits(measure_limits(model), model, outcome.measured[-len(shapes) * len(results) :])
     if plan.profile:

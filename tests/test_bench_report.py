@@ -111,6 +111,19 @@ def test_what_makes_a_result_less_is_told(tmp_path, capsys):
     assert "battery" in told
 
 
+def test_a_file_of_the_first_version_is_reported_too(files, tmp_path, capsys):
+    record = json.loads(files["one"][0].read_text())
+    first = {"model", "prompt_tokens", "generation_tokens", "prompt_tps", "generation_tps", "ttft_s",
+             "peak_memory_bytes", "trials"}  # fmt: skip
+    old = {"machine": record["machine"], "results": [{k: v for k, v in record["results"][0].items() if k in first}]}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert main(["bench", "report", str(tmp_path / "old.json"), "-o", str(tmp_path / "out")]) == 0
+    (row,) = markdown_table(capsys.readouterr().out)[2:]
+    assert row[1:5] == ["apple/OpenELM-270M", "unknown", "16+32", "1"]
+    assert not (tmp_path / "out" / "roofline.png").exists()  # it knew no limits
+    assert (tmp_path / "out" / "context.png").exists()
+
+
 def test_a_pipe_in_a_name_stays_in_its_cell(tmp_path):
     rows = report.read_rows([file_of(tmp_path / "x.json", ["a|b"], (16,), ("bfloat16",))])
     assert len(markdown_table(report.to_markdown(rows))[2]) == len(report.HEADINGS)
