@@ -4,7 +4,6 @@ Nothing is decided silently. A file with an adapter names its three choices; pac
 byte, until `dequantize` unpacks them.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from .sources import Source, open_source
 if TYPE_CHECKING:
     from .conversion import Options
 
-_log = logging.getLogger(__name__)
 _UNTIED = (
     "the embedding is adapted, the output head is not, so the two are untied: mlx-lm and transformers (with Apple's "
     "code) load that, mlx-swift and llama.cpp do not (--fuse --tie leaves the embedding's adapter out)"
@@ -86,9 +84,6 @@ def applied(source: Source, options: "Options") -> tuple[Source, str]:
 
     Without a dtype asked for, MLX's own files keep theirs and the others become bfloat16.
     """
-    if source.adapter is not None and not source.adapter.alpha_is_known:
-        scale = source.adapter.scale
-        _log.info("no training YAML says alpha: Apple's 32 is taken, a scale of %g (name one with --config)", scale)
     keeps = source.quantization is not None or source.format == APPLE_MLX
     dtype = options.dtype or (source.dtype if keeps else "bfloat16")
     if source.quantization is None:

@@ -15,6 +15,7 @@ from ..atomic import check_target
 from ..checkpoint import is_instruct
 from ..config import OpenELMConfig
 from ..errors import ConfigError, OutputError, TokenizerError
+from ..home import expand_home
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
 from ..quantize import Quantization
@@ -103,7 +104,7 @@ def convert_all(
 def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options]) -> list[ConversionSummary]:
     """One folder for each of the options, which differ in their quantisation alone."""
     started, options, name = time.perf_counter(), each[0], str(source)
-    targets = [path.expanduser() for path in paths]
+    targets = [expand_home(path) for path in paths]
     _check_options(targets, each)
 
     def before_weights(folder: Path, download_bytes: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..atomic import check_target
 from ..errors import ConfigError
+from ..home import expand_home
 from ..hub_upload import check_upload, upload
 from .export_gguf import TYPES, check_gguf_target, export_gguf
 from .export_hf import HubJob
@@ -46,7 +47,7 @@ def export(
     gguf_type: F32, F16, BF16 or Q8_0, for gguf. Raises an OpenELMError with one line; `out` then is as it was.
     """
     started = time.perf_counter()
-    settings, target = ExportOptions(**options), Path(out).expanduser()
+    settings, target = ExportOptions(**options), expand_home(out)
     _check(to, gguf_type, settings)
     if to == "gguf":
         check_gguf_target(target, force=settings.force)

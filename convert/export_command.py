@@ -15,10 +15,10 @@ import logging
 import re
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..home import expand_home
 
 if TYPE_CHECKING:
     from .export import ExportSummary
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
 def _export_adapter(args: argparse.Namespace) -> int:
     from .peft_export import export_peft
 
-    target = Path(args.output).expanduser()
-    adapter = export_peft(Path(args.model).expanduser(), target, force=args.force)
+    target = expand_home(args.output)
+    adapter = export_peft(expand_home(args.model), target, force=args.force)
     print(f"{target}: PEFT adapter, {adapter.parameters:,} parameters")
     _print_next(args)
     if args.json:

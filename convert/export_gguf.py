@@ -69,6 +69,7 @@ def export_gguf(model: Exported, target: Path, *, gguf_type: str | None, force: 
     nbytes = sum(_nbytes(one) for one in plan.values())
     check_space(target, nbytes + _OTHER_BYTES)
     vocabulary = sentencepiece_file(model.tokenizer)
+    model.source.tell()
     with new_file(target) as partial_file:
         writer = gguf.GGUFWriter(partial_file, _ARCHITECTURE)
         try:

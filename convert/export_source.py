@@ -1,19 +1,14 @@
 """The model that goes out, from whatever it is now: plain tensors under Hub names, its tokenizer, what it is called."""
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint import is_instruct
 from ..errors import CheckpointError, ConfigError
 from ..hub import find_tokenizer, is_hub_id, resolve_model
-from ..tensors import CODES, StoredTensor
-from .computed import unpacked
+from ..tensors import CODES
 from .conversion import check_apart, fit_vocabulary
-from .sources import Source, open_source
-
-_ADAPTER_CONFIG = "adapter_config.json"
-_log = logging.getLogger(__name__)
+from .sources import Source, open_source, refuse_adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +63,8 @@ def open_model(name: str, target: Path, options: ExportOptions, *, keep_padding:
     """
     is_remote = is_hub_id(name)
     path = resolve_model(name, revision=options.revision, offline=options.offline)
-    _refuse_adapter(path)
+    if path.is_dir() and not (path / "config.json").is_file():
+        refuse_adapter(path)
     check_apart([target], path)
     source = open_source(path, None if options.config is None else Path(options.config))
     if source.adapter is not None:
@@ -85,30 +81,12 @@ def open_model(name: str, target: Path, options: ExportOptions, *, keep_padding:
     return Exported(name, _plain(source), tokenizer, instruct, dtype, name if is_remote else None)
 
 
-def _refuse_adapter(path: Path) -> None:
-    if path.is_dir() and (path / _ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} is an adapter, not a model: fuse it first (openelm fuse), or export it with --to peft"
-        )
-
-
 def _plain(source: Source) -> Source:
     """The same model without quantisation: packed matrices become float32 as they are read."""
     if source.quantization is None:
         return source
-    _log.warning(
-        "%s is quantized (%s): what is written are its unpacked values, rounded as quantization rounded them",
-        source.path,
-        source.quantization.default,
+    notice = (
+        f"{source.path} is quantized ({source.quantization.default}): what is written are its unpacked values, "
+        "rounded as quantization rounded them"
     )
-    tensors: dict[str, StoredTensor] = {}
-    for name, shape in source.config.parameter_shapes().items():
-        path = name.removesuffix(".weight")
-        settings = source.quantization.modules.get(path)
-        if settings is None:
-            tensors[name] = source.tensors[name]
-            continue
-        names = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
-        parts = [source.tensors[part] for part in names if part in source.tensors]
-        tensors[name] = unpacked(name, parts, settings, shape[1])
-    return replace(source, tensors=tensors, quantization=None, is_computed=True)
+    return replace(source.unpacked(), notices=(*source.notices, notice))

@@ -13,6 +13,7 @@ from ..adapter_config import AdapterSpec
 from ..atomic import check_target
 from ..checkpoint import is_instruct
 from ..errors import CheckpointError, ConfigError, OutputError
+from ..home import expand_home
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
 from ..quantize import Quantization
@@ -61,7 +62,7 @@ def fuse(
     base is packed. tokenizer: where the base has none. Raises an OpenELMError with one line; the target then is as it
     was before.
     """
-    started, target, name = time.perf_counter(), Path(save_path).expanduser(), str(model)
+    started, target, name = time.perf_counter(), expand_home(save_path), str(model)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype must be {', '.join(DTYPES)}; got {dtype!r}")
     check_target(target, force=force)

@@ -19,6 +19,7 @@ import numpy as np
 from ..config import OpenELMConfig
 from ..device import available_memory_bytes
 from ..errors import CheckpointError, ConfigError, OutputError, RunFailedError
+from ..home import expand_home
 from ..hub import BUNDLED_MODEL
 from ..memory import MARGIN_BYTES
 from ..model import TransformerBlock
@@ -81,7 +82,7 @@ def calibration_windows(text: Path | None, tokenizer: Path, config: OpenELMConfi
     """
     file = CALIBRATION_TEXT if text is None else text
     try:
-        content = file.expanduser().read_text(encoding="utf-8")
+        content = expand_home(file).read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot read the calibration text {file}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         raise ConfigError(f"--plot is for training logs, and {args.source} is none; leave it out")
     source = open_source(path, Path(args.config) if args.config else None)
+    source.tell()
     if args.json:
         print(json.dumps(describe(source)))
     else:

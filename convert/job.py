@@ -139,6 +139,7 @@ def run(
     Folders get their names last, when all are verified. Raises OpenELMError; every target then is as it was.
     """
     check_space(jobs[0].target, sum(job.nbytes + OTHER_FILES_BYTES for job in jobs))
+    jobs[0].source.tell()
     with ExitStack() as stack:
         folders = [stack.enter_context(new_folder(job.target, force=force)) for job in jobs]
         writers = [stack.enter_context(job.writer(folder)) for job, folder in zip(jobs, folders, strict=True)]

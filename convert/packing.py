@@ -47,6 +47,8 @@ class Packing:
             raise ConfigError("--recipe and --method say how to quantize: add -q to do so")
         if self.method != "gptq" and not (self.calibration is None and self.seed is None):
             raise ConfigError("--calibration and --seed are for --method gptq: add that, or leave them out")
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"--seed must be 0 or more, got {self.seed}")
         if settings is not None and self.recipe == "mixed":
             raised_bits(settings.bits, settings.mode)
         if settings is not None and self.method == "gptq":

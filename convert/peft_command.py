@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..home import expand_home
 
 # What convert can be asked of a model; `more` are the further checkpoints of an average.
 _FOR_MODELS = (
     "quantize", "q_bits", "q_group_size", "q_mode", "embedding_bits", "recipe", "method", "calibration", "seed",
     "dtype", "average", "more", "dequantize", "use_ema", "fuse", "tie", "adapter_path", "tokenizer", "config",
-    "revision", "keep_vocab_padding", "measure", "instruct", "upload_repo",
+    "revision", "keep_vocab_padding", "measure", "instruct", "upload_repo", "upload_private", "upload_dry_run",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def convert_adapter(folder: Path, args: argparse.Namespace) -> int:
         )
     from .peft_import import import_peft
 
-    adapter = import_peft(folder, Path(args.mlx_path).expanduser(), force=args.force)
+    adapter = import_peft(folder, expand_home(args.mlx_path), force=args.force)
     facts = _facts(adapter.spec, adapter.parameters)
     print(f"{args.mlx_path}: {_sentence(facts)}")
     base = shlex.quote(facts["base_model"] or "BASE_MODEL")

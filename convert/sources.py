@@ -24,7 +24,7 @@ from ..safetensors_file import (
     weight_files,
 )
 from ..tensors import FLOATING, StoredTensor, mlx_name
-from .adapter_checkpoint import CheckpointAdapter, split_adapter
+from .adapter_checkpoint import APPLE_ALPHA, CheckpointAdapter, split_adapter
 from .apple_mlx import FORMAT as APPLE_MLX
 from .apple_mlx import WEIGHTS_NAME, apple_config, is_apple_config
 from .blocks import same_bytes
@@ -52,6 +52,7 @@ class Source:
     adapter: CheckpointAdapter | None = None  # what lies beside the base model, whose tensors these are
     training: Mapping[str, Any] = field(default_factory=dict)  # the counters of a training checkpoint
     is_computed: bool = False  # the tensors are computed as they are read: no file has these bytes
+    notices: tuple[str, ...] = ()  # what was assumed, and what else is to be told before the work begins
 
     @property
     def folder(self) -> Path:
@@ -68,6 +69,11 @@ class Source:
         tensor = self.tensors.get(EMBEDDING.replace(".weight", ".scales"), self.tensors[EMBEDDING])
         floating = tensor.dtype in FLOATING and tensor.dtype != "F64"
         return mlx_name(tensor.dtype) if floating else "float32"
+
+    def tell(self) -> None:
+        """Log the notices: when nothing can be refused any more, since a refusal is to stand alone."""
+        for notice in self.notices:
+            _log.warning("%s", notice)
 
     def unpacked(self) -> "Source":
         """The same model in plain numbers: packed matrices are unpacked to float32 as they are read."""
@@ -124,11 +130,23 @@ def open_source(path: Path, config_file: Path | None = None, *, use_ema: bool = 
             return source
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is neither a file nor a folder; name a checkpoint's file, or a model folder")
+    refuse_adapter(path)
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
         f"{path} has no weights that are read here; expected model*.safetensors, {_TORCH_FILE} or Apple's "
         f"{WEIGHTS_NAME} (or name a CoreNet .pt file itself), found {found}"
     )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError for an adapter folder, which has no base model in it."""
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is an adapter, not a model: fuse it into its base model (openelm fuse), use it beside that "
+            "(openelm generate --adapter-path), or export it with --to peft"
+        )
 
 
 def make_source(
@@ -145,7 +163,9 @@ def make_source(
     corenet = is_corenet(stored)
     named = with_hub_names(stored, where)
     tensors, adapter = split_adapter(named, where, _yaml_of(wanted.config_file) if _has_adapter(named) else None)
-    config, raw = _configuration(tensors, wanted.config_file or own_config, where)
+    config_file = wanted.config_file or own_config
+    config, raw = _configuration(tensors, config_file, where)
+    notices = _assumed(config if config_file is None else None, adapter)
     if corenet and EMBEDDING in tensors and tensors[EMBEDDING].shape:
         # A configuration may state the vocabulary without CoreNet's padding, the tensors have it.
         config = replace(config, vocab_size=max(config.vocab_size, tensors[EMBEDDING].shape[0]))
@@ -163,7 +183,24 @@ def make_source(
         padded_vocabulary=corenet,
         adapter=adapter,
         training=training or {},
+        notices=notices,
     )
+
+
+def _assumed(config: OpenELMConfig | None, adapter: CheckpointAdapter | None) -> tuple[str, ...]:
+    """What no file says. `config` is the one made from the tensors alone, where it had to be."""
+    notices = []
+    if config is not None:
+        notices.append(
+            f"no configuration: widths taken from the tensors, a context of {config.max_context_length} tokens assumed "
+            "(name one with --config)"
+        )
+    if adapter is not None and not adapter.alpha_is_known:
+        notices.append(
+            f"no training YAML says alpha: Apple's {APPLE_ALPHA} is taken, a scale of {adapter.scale:g} "
+            "(name one with --config)"
+        )
+    return tuple(notices)
 
 
 def _format(kind: str, corenet: bool, adapter: CheckpointAdapter | None, training: Mapping[str, Any] | None) -> str:
@@ -256,12 +293,7 @@ def _configuration(
             )
         if HEAD in tensors and EMBEDDING in tensors and same_bytes(tensors[HEAD], tensors[EMBEDDING]):
             del shapes[HEAD]
-        config = OpenELMConfig.from_shapes(shapes)
-        _log.warning(
-            "no configuration: widths taken from the tensors, a context of %d tokens assumed (name one with --config)",
-            config.max_context_length,
-        )
-        return config, {}
+        return OpenELMConfig.from_shapes(shapes), {}
     if _is_json(file):
         raw = read_json_object(file)
         if is_apple_config(raw):

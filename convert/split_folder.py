@@ -15,6 +15,7 @@ from ..adapter_config import EMBEDDING_PATH, adapter_config
 from ..adapters import CONFIG_NAME, WEIGHTS_NAME
 from ..atomic import check_space, new_folder
 from ..errors import OutputError
+from ..home import expand_home
 from ..safetensors_writer import write_file
 from ..tensors import StoredTensor
 from .adapter_checkpoint import CheckpointAdapter
@@ -29,10 +30,12 @@ def adapter_beside(source: Source, base_target: Path, options: "Options") -> Abs
     """`adapter_folder` where a folder for the adapter was asked for, else nothing."""
     if options.adapter_path is None or source.adapter is None:
         return nullcontext()
-    target = Path(options.adapter_path).expanduser()
+    target = expand_home(options.adapter_path)
     mine, base = target.resolve(), base_target.resolve()
     if mine.is_relative_to(base) or base.is_relative_to(mine) or source.path.resolve().is_relative_to(mine):
-        raise OutputError(f"{target} is, or overlaps, the source or the base model's folder; choose another place for it")
+        raise OutputError(
+            f"{target} is, or overlaps, the source or the base model's folder; choose another place for it"
+        )
     return adapter_folder(target, source, source.adapter, base_target, force=options.force)
 
 

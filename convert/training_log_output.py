@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..atomic_file import check_file_target, new_file
 from ..errors import ConfigError, OutputError
+from ..home import expand_home
 from .training_log import TrainingLog, read_log
 
 _BLUE, _GREY, _RED = "#1f5fa8", "#8a8a8a", "#c0392b"
@@ -13,7 +14,7 @@ _BLUE, _GREY, _RED = "#1f5fa8", "#8a8a8a", "#c0392b"
 
 def print_log(path: Path, *, as_json: bool, plot: str | None) -> int:
     """Print the summary; with `plot`, draw it there first. Raises OpenELMError."""
-    target = None if plot is None else Path(plot).expanduser()
+    target = None if plot is None else expand_home(plot)
     if target is not None:
         check_file_target(target)
     log = read_log(path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError
+from ..home import expand_home
 from .data_settings import DataSettings
 from .formats import Columns
 from .rows import Row, read_rows
@@ -44,7 +45,7 @@ def find_sources(settings: DataSettings, splits: Collection[str]) -> Sources:
         from .hub_datasets import described_splits
 
         return Sources(described_splits(settings, splits, columns), single=True)
-    path = Path(settings.data).expanduser()
+    path = expand_home(settings.data)
     if path.is_dir():
         files = {split: _file_in(path, split) for split in splits}
         found = {split: [_source(file, columns)] for split, file in files.items() if file}

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .atomic_file import sync
 from .errors import OutputError
+from .home import expand_home
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _NO_LOCKS_HERE = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # some network volumes
@@ -85,7 +86,7 @@ def check_space(target: Path, needed_bytes: int) -> None:
 
 def _absolute(path: Path) -> Path:
     """Without `..` and links above the last part: that one may be a link, and is then refused."""
-    path = Path(os.path.abspath(path.expanduser()))
+    path = Path(os.path.abspath(expand_home(path)))
     return path.parent.resolve() / path.name
 
 

@@ -10,6 +10,7 @@ V vocabulary.
 """
 
 from functools import partial
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,13 +57,14 @@ class Attention(nn.Module):
             keys, values = cache.update_and_fetch(keys, values)
         if last_only:
             queries, residual = queries[:, :, -1:], residual[:, -1:]
-        if mask is None:
-            mask = causal_mask(queries.shape[2]) if cache is None else cache.mask(queries.shape[2])
+        seen: mx.array | str | None = mask
+        if seen is None:
+            seen = causal_mask(queries.shape[2]) if cache is None else cache.mask(queries.shape[2])
         scale = self.head_dim**-0.5
-        if isinstance(mask, str) and cpu_kernels.apply_to(queries):
+        if isinstance(seen, str) and cpu_kernels.apply_to(queries):
             mixed = cpu_kernels.causal_attention(queries, keys, values, scale)
         else:
-            mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+            mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
         return add_linear(residual, self.out_proj, _join_heads(mixed))
 
     def _qk_norm_weight(self) -> mx.array:
@@ -188,7 +190,7 @@ def add_linear(residual: mx.array, linear: nn.Module, x: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """gate * sigmoid(gate) * up."""
-    return cpu_kernels.swiglu(gate, up) if cpu_kernels.apply_to(gate) else _swiglu(gate, up)
+    return cast(mx.array, cpu_kernels.swiglu(gate, up)) if cpu_kernels.apply_to(gate) else _swiglu(gate, up)
 
 
 @partial(mx.compile, shapeless=True)

@@ -316,3 +316,35 @@ class TestMigration:
         with pytest.raises(SystemExit):
             main(["convert", "--help"])
         assert "--input-checkpoint" not in capsys.readouterr().out
+
+
+class TestWrongWords:
+    """What is typed wrongly is told in one line, whatever the command, and nothing is made."""
+
+    @pytest.mark.parametrize(
+        ("command", "words"),
+        [
+            ("convert tiny -o ~nobody-here/x", "no user of that name"),
+            ("convert tiny -o x -q --method gptq --calibration ~nobody-here/x", "no user of that name"),
+            ("export tiny --to hf -o ~nobody-here/x", "no user of that name"),
+            ("export tiny --to gguf -o ~nobody-here/x", "no user of that name"),
+            ("export ~nobody-here/x --to peft -o x", "no user of that name"),
+            ("fuse --model tiny --save-path ~nobody-here/x", "no user of that name"),
+            ("info log.txt --plot ~nobody-here/x.png", "no user of that name"),
+            ("convert tiny -o x -q --method gptq --seed -1", "--seed must be 0 or more, got -1"),
+            ("convert /dev/null -o x", "neither a file nor a folder"),
+            ("convert ours -o x", "is an adapter, not a model"),
+            ("convert peft -o x --upload-dry-run", "--upload-dry-run is for models"),
+        ],
+    )
+    def test_one_line(self, command, words, capsys, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("log.txt").write_text("2024-03-01 00:46:44 - LOGS    - x\n")
+        for name, text in (("ours", "{}"), ("peft", '{"peft_type": "LORA"}')):
+            Path(name).mkdir()
+            Path(name, "adapter_config.json").write_text(text)
+        before = sorted(tmp_path.rglob("*"))
+        assert main(command.split()) == 2
+        line = capsys.readouterr().err
+        assert (line.count("\n"), words in line) == (1, True), line
+        assert sorted(tmp_path.rglob("*")) == before

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from ..config import read_json_object
 from ..errors import GenerationError
+from ..home import expand_home
 from ..prompt import CHAT_TEMPLATE
 from ..tokenizer import BOS, EOS, UNKNOWN, Tokenizer
 from .format import Turn
@@ -90,7 +91,7 @@ def named_template(text: str) -> str:
     """The template that --chat-template means: a file's content, or the text itself. Raises GenerationError."""
     if "{{" in text or "{%" in text:
         return text
-    return _read(Path(text).expanduser())
+    return _read(expand_home(text))
 
 
 def _read(file: Path) -> str:
