@@ -17,10 +17,13 @@ _EXPONENT_BITS = {"F16": 0x7C00, "BF16": 0x7F80}  # all set: infinite or not a n
 T = TypeVar("T")
 
 
-def row_ranges(tensor: StoredTensor, row_bytes: int = 0, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of blocks of about `block_bytes`, at least a row each; `row_bytes` where it is not the tensor's."""
+def row_ranges(tensor: StoredTensor, row_bytes: int = 0, block_bytes: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, stop) of blocks of about `block_bytes` (or `BLOCK_BYTES`), at least a row each.
+
+    row_bytes: where it is not the tensor's.
+    """
     rows = tensor.num_rows
-    step = max(1, block_bytes // max(1, row_bytes or tensor.nbytes // max(1, rows)))
+    step = max(1, (block_bytes or BLOCK_BYTES) // max(1, row_bytes or tensor.nbytes // max(1, rows)))
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 

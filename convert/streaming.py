@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..quantize import Quantization, QuantizationSettings
 from ..safetensors_writer import PlannedTensor
 from ..tensors import CODES, FLOATING, StoredTensor, from_mlx, mlx_name, to_mlx
-from .blocks import BLOCK_BYTES, in_threads, is_finite, row_ranges
+from .blocks import in_threads, is_finite, row_ranges
 
 Tick = Callable[[int], None]  # told how many bytes were done
 Job = Callable[[], tuple[mx.array, ...]]
@@ -59,7 +59,7 @@ def transformed(
     Raises CheckpointError for a value that is infinite or not a number, or becomes so in the new dtype.
     """
     copies = not any(quantizations) and {tensor.dtype for tensor in tensors.values()} == {CODES[dtype]}
-    block_bytes = BLOCK_BYTES if copies else _COMPUTED_BLOCK_BYTES
+    block_bytes = 0 if copies else _COMPUTED_BLOCK_BYTES  # 0: the usual
     reads = (
         partial(_read, name, tensor, start, stop)
         for name, tensor in tensors.items()
