@@ -8,7 +8,7 @@ demo: # the bundled checkpoint, offline: PyTorch -> MLX, a story, tokens/s
 
 test:
 	@sh scripts/setup dev
-	@sh scripts/with-openblas .venv/bin/python -m pytest
+	@sh scripts/with-openblas .venv/bin/python -m pytest -n auto --maxprocesses 4
 
 check: # format, lint, types, tests
 	@sh scripts/setup dev

@@ -38,7 +38,7 @@ class Terminal:
             del env[name]
         command = ["-c", CHAT, "--model", "tiny", "--dtype", "float32", "--instruct", *flags]
         self.child = pexpect.spawn(
-            sys.executable, command, env=env, encoding="utf-8", timeout=60, dimensions=(30, 100), cwd=os.getcwd()
+            sys.executable, command, env=env, encoding="utf-8", timeout=120, dimensions=(30, 100), cwd=os.getcwd()
         )
         self.child.delaybeforesend = None
         self.seen = ""

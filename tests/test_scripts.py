@@ -110,7 +110,7 @@ class TestSetup:
 
 
 class TestCheck:
-    ALL = ("-m ruff format --check .", "-m ruff check .", "-m mypy", "-m pytest")
+    ALL = ("-m ruff format --check .", "-m ruff check .", "-m mypy", "-m pytest -n auto --maxprocesses 4")
 
     def test_everything_runs(self, checkout):
         done = sh(checkout, "check")
