@@ -123,6 +123,10 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
     opened, dtype = applied(with_adapter, options)
     _check_range(opened, dtype, options.force)
     check_memory(opened.config, len(each))
+    beside = adapter_beside(with_adapter, targets[0], options)
+    if options.method == "gptq":  # before its minutes of work
+        quantizations = [one.planned(opened.config) for one in each]
+        check_disk(targets[0], opened.config, dtype, quantizations, cache=path, download_bytes=0)
     instruct = is_instruct(name, opened.folder) if options.instruct is None else options.instruct
     jobs = [
         Job.of(
@@ -138,8 +142,7 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
         for target, one in zip(targets, each, strict=True)
     ]
     said = notes(with_adapter, found, options)
-    with adapter_beside(with_adapter, targets[0], options):
-        distances = run(jobs, force=options.force, measured=options.measure, reference=opened)
+    distances = run(jobs, force=options.force, measured=options.measure, reference=opened, beside=beside)
     seconds = time.perf_counter() - started
     return [
         replace(_summary(job, distance, seconds, _upload(job.target, one)), notes=said)

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from ..atomic import check_space, new_folder
+from ..atomic import check_space, new_folders
 from ..config import OpenELMConfig
 from ..model_card import model_card
 from ..quantize import Quantization
@@ -20,6 +20,7 @@ from .needs import OTHER_FILES_BYTES
 from .output import copy_extras, write_config, write_tokenizer
 from .progress import progress
 from .sources import Source
+from .split_folder import AdapterFolder
 from .streaming import copied, outputs, transformed
 from .verify import check_copy, check_folder, check_forward
 
@@ -131,17 +132,25 @@ class Job:
 
 
 def run(
-    jobs: Sequence[Job], *, force: bool, measured: bool = False, reference: Source | None = None
+    jobs: Sequence[Job],
+    *,
+    force: bool,
+    measured: bool = False,
+    reference: Source | None = None,
+    beside: Sequence[AdapterFolder] = (),
 ) -> list[Measurement | None]:
     """Write every job's folder from one read of their source (and dtype); return how far each moved, if asked.
 
-    reference: what they moved from, where that is not the jobs' own source.
+    reference: what they moved from, where that is not the jobs' own source. beside: further folders, made with them.
     Folders get their names last, when all are verified. Raises OpenELMError; every target then is as it was.
     """
     check_space(jobs[0].target, sum(job.nbytes + OTHER_FILES_BYTES for job in jobs))
     jobs[0].source.tell()
     with ExitStack() as stack:
-        folders = [stack.enter_context(new_folder(job.target, force=force)) for job in jobs]
+        targets = [*(adapter.target for adapter in beside), *(job.target for job in jobs)]
+        folders = stack.enter_context(new_folders(targets, force=force))
+        for adapter in beside:
+            adapter.write(folders.pop(0))
         writers = [stack.enter_context(job.writer(folder)) for job, folder in zip(jobs, folders, strict=True)]
         _write(jobs, writers)
         for job, folder in zip(jobs, folders, strict=True):

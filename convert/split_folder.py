@@ -5,15 +5,14 @@ adapter has the names of our input-only layer, which mlx-lm refuses rather than 
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapter_config import EMBEDDING_PATH, adapter_config
 from ..adapters import CONFIG_NAME, WEIGHTS_NAME
-from ..atomic import check_space, new_folder
+from ..atomic import check_space, check_target
 from ..errors import OutputError
 from ..home import expand_home
 from ..safetensors_writer import write_file
@@ -26,36 +25,39 @@ if TYPE_CHECKING:
     from .conversion import Options
 
 
-def adapter_beside(source: Source, base_target: Path, options: "Options") -> AbstractContextManager[None]:
-    """`adapter_folder` where a folder for the adapter was asked for, else nothing."""
+@dataclass(frozen=True)
+class AdapterFolder:
+    """The folder to be written beside the base model's: each gets its name if the other does."""
+
+    target: Path
+    tensors: Mapping[str, StoredTensor]
+    config: str  # what its adapter_config.json says
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a folder that will be `target`."""
+        write_file(folder / WEIGHTS_NAME, self.tensors)
+        (folder / CONFIG_NAME).write_text(self.config, encoding="utf-8")
+
+
+def adapter_beside(source: Source, base_target: Path, options: "Options") -> list[AdapterFolder]:
+    """The adapter's folder, where one was asked for. `source`: the base, with the vocabulary it is converted with.
+
+    Raises OutputError when it cannot be written, CheckpointError for an adapter that no folder can express.
+    """
     if options.adapter_path is None or source.adapter is None:
-        return nullcontext()
+        return []
     target = expand_home(options.adapter_path)
     mine, base = target.resolve(), base_target.resolve()
     if mine.is_relative_to(base) or base.is_relative_to(mine) or source.path.resolve().is_relative_to(mine):
         raise OutputError(
             f"{target} is, or overlaps, the source or the base model's folder; choose another place for it"
         )
-    return adapter_folder(target, source, source.adapter, base_target, force=options.force)
-
-
-@contextmanager
-def adapter_folder(
-    target: Path, source: Source, adapter: CheckpointAdapter, base_target: Path, *, force: bool
-) -> Iterator[None]:
-    """Write the folder, and give it its name once the block (which makes the base model's folder) has ended well.
-
-    `source` is the base, with the vocabulary that it is converted with. Raises as `new_folder` does, and
-    CheckpointError for an adapter that no folder can express.
-    """
-    spec = replace(adapter.spec(source.config, str(source.path)), base_model=str(base_target))
-    tensors = _tensors(adapter, source.config.vocab_size)
+    spec = replace(source.adapter.spec(source.config, str(source.path)), base_model=str(base_target))
+    tensors = _tensors(source.adapter, source.config.vocab_size)
+    check_target(target, force=options.force)
     check_space(target, sum(tensor.nbytes for tensor in tensors.values()) + OTHER_FILES_BYTES)
-    with new_folder(target, force=force) as folder:
-        write_file(folder / WEIGHTS_NAME, tensors)
-        text = json.dumps(adapter_config(spec, source.config), ensure_ascii=False, indent=2, sort_keys=True) + "\n"
-        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
-        yield
+    text = json.dumps(adapter_config(spec, source.config), ensure_ascii=False, indent=2, sort_keys=True) + "\n"
+    return [AdapterFolder(target, tensors, text)]
 
 
 def _tensors(adapter: CheckpointAdapter, vocab_size: int) -> dict[str, StoredTensor]:

@@ -14,8 +14,9 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from .atomic_file import sync
@@ -34,6 +35,39 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     With `force` an existing model folder is replaced. Raises OutputError before any work when the target cannot be
     written, or another process is writing it; and in place of an OSError when the disk is full.
     """
+    with new_folders([target], force=force) as (folder,):
+        yield folder
+
+
+@contextmanager
+def new_folders(targets: Sequence[Path], *, force: bool) -> Iterator[list[Path]]:
+    """The same for several: all get their names, or none (short of a kill between two renames)."""
+    try:
+        with ExitStack() as stack:
+            begun = [stack.enter_context(_begun(target, force=force)) for target in targets]
+            yield [one.new for one in begun]
+            for one in begun:
+                _sync(one.new)
+            _install_all(begun)
+    except OSError as error:
+        if error.errno in _DISK_ERRORS:
+            names = " and ".join(map(str, targets))
+            raise OutputError(f"cannot write {names}: {error.strerror}; nothing was changed") from None
+        raise
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A folder on its way to its name."""
+
+    target: Path
+    new: Path  # the folder to be written
+    old: Path  # where the target's old state is for an instant, on volumes that cannot swap names
+
+
+@contextmanager
+def _begun(target: Path, *, force: bool) -> Iterator[_Begun]:
+    """An empty folder beside `target`, locked; gone when the block ends, and with it all ancestors made in vain."""
     check_target(target, force=force)
     target = _absolute(target)
     made = _make_parents(target.parent)
@@ -44,13 +78,7 @@ def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
             shutil.rmtree(partial / _NEW, ignore_errors=True)
             check_target(target, force=force)  # the lock's last owner may have finished in the meantime
             (partial / _NEW).mkdir()
-            yield partial / _NEW
-            _sync(partial / _NEW)
-            _install(partial / _NEW, target, partial / _OLD)
-    except OSError as error:
-        if error.errno in _DISK_ERRORS:
-            raise OutputError(f"cannot write {target}: {error.strerror}; nothing was changed") from None
-        raise
+            yield _Begun(target, partial / _NEW, partial / _OLD)
     finally:
         _remove_empty(target.parent, made)
 
@@ -146,6 +174,28 @@ def _install(new: Path, target: Path, old: Path) -> None:
         target.rename(old)
         new.rename(target)
     sync(target.parent)
+
+
+def _install_all(begun: Sequence[_Begun]) -> None:
+    """Each in its place, or all places as they were."""
+    identities = [one.new.stat() for one in begun]
+    try:
+        for one in begun:
+            _install(one.new, one.target, one.old)
+    except BaseException:
+        for one, identity in zip(begun, identities, strict=True):
+            if one.target.exists() and os.path.samestat(one.target.stat(), identity):
+                _take_back(one)
+        raise
+
+
+def _take_back(one: _Begun) -> None:
+    """Undo `_install`: whatever had the name has it again."""
+    if one.new.exists():  # they were swapped
+        _exchange(one.new, one.target)
+    else:
+        one.target.rename(one.new)
+        _restore(one.old, one.target)
 
 
 def _restore(old: Path, target: Path) -> None:

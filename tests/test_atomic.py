@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from openelm_mlx import atomic
-from openelm_mlx.atomic import check_space, check_target, new_folder
+from openelm_mlx.atomic import check_space, check_target, new_folder, new_folders
 from openelm_mlx.errors import OutputError
 
 NAMES = ["model", "with space", 'it\'s "quoted"', "modèle-模型"]
@@ -27,6 +27,12 @@ def write_and_fail(target: Path, error: BaseException, force: bool = False) -> N
     with new_folder(target, force=force) as folder:
         fill(folder)
         raise error
+
+
+def write_all(targets: list[Path]) -> None:
+    with new_folders(targets, force=True) as folders:
+        for folder in folders:
+            fill(folder)
 
 
 def content(target: Path) -> str:
@@ -110,6 +116,28 @@ class TestExistingTarget:
         monkeypatch.chdir(tmp_path / "home" / "work")
         with pytest.raises(OutputError, match="where you are working"):
             check_target(tmp_path / "home", force=True)
+
+
+class TestSeveral:
+    @pytest.mark.parametrize("can_exchange", [True, False])
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "Input/output error")])
+    def test_all_get_their_names_or_none(self, old, monkeypatch, can_exchange, error):
+        install = atomic._install
+        installed = []
+
+        def fails_at_last(new, target, old_state):
+            install(new, target, old_state)
+            installed.append(content(target))
+            if len(installed) == 3:
+                raise error
+
+        if not can_exchange:
+            monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_install", fails_at_last)
+        with pytest.raises((KeyboardInterrupt, OutputError)):
+            write_all([old.with_name("fresh"), old, old.with_name("last")])
+        assert installed == ["new"] * 3
+        assert (content(old), entries(old.parent)) == ("old", ["model"])
 
 
 class TestTwoProcesses:

@@ -333,6 +333,7 @@ def test_no_tensor_is_ever_read_whole(monkeypatch, small, out, to):
     if to == "gguf":
         pytest.importorskip("gguf")
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr(streaming, "_COMPUTED_BLOCK_BYTES", 64 * 1024)
     monkeypatch.setattr(StoredTensor, "read", read_whole)
     read = streaming._read
     monkeypatch.setattr(

@@ -1,6 +1,7 @@
 """Everything that Apple released: each kind is told from its content and computes what its own formula says."""
 
 import json
+from collections import namedtuple
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from released import (
 )
 from torch_writer import BFloat16, write_torch_file
 
+from openelm_mlx import atomic
 from openelm_mlx.adapters import load_adapters
 from openelm_mlx.checkpoint import load_model
 from openelm_mlx.cli import main
@@ -248,6 +250,33 @@ class TestAdapters:
             convert(source, out, adapter_path=adapter, **SETTINGS)
         assert not out.exists()
         assert not adapter.exists() or not any(adapter.iterdir())
+
+    def test_split_between_the_two_names_is_taken_back(self, tmp_path, out, weights, monkeypatch):
+        source = write_torch_file(tmp_path / "c.pt", adapter_state(weights, rank=4))
+        install = atomic._install
+
+        def fails_for_the_base(new, target, old):
+            if target == out:
+                raise KeyboardInterrupt
+            install(new, target, old)
+
+        monkeypatch.setattr(atomic, "_install", fails_for_the_base)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, out, adapter_path=tmp_path / "adapter", **SETTINGS)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_what_cannot_be_written_is_told_before_gptq_calibrates(self, tmp_path, out, weights, monkeypatch):
+        source = write_torch_file(tmp_path / "c.pt", adapter_state(weights, rank=4))
+        settings = SETTINGS | {"quantize": True, "method": "gptq", "q_group_size": 32}
+        monkeypatch.setattr("openelm_mlx.convert.gptq.calibrated", _fail)
+        (tmp_path / "taken").touch()
+        with pytest.raises(OutputError, match="taken is a file"):
+            convert(source, out, adapter_path=tmp_path / "taken", **settings)
+        usage = namedtuple("usage", "total used free")
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 10_000))
+        with pytest.raises(OutputError, match="make room"):
+            convert(source, out, fuse=True, **settings)
 
     @pytest.mark.parametrize("place", [".", "inside"])
     def test_the_adapter_needs_a_place_of_its_own(self, tmp_path, out, weights, place):
