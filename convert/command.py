@@ -11,7 +11,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import AdapterError, ConfigError
 from .migration import add_foreign_arguments, refuse_foreign
 from .peft_command import convert_adapter, peft_folder
 
@@ -93,6 +93,18 @@ def run(args: argparse.Namespace) -> int:
     if adapter is not None:
         return convert_adapter(adapter, args)
     _refuse_unused(args)
+    try:
+        return _convert_model(source, args)
+    except AdapterError:  # a repository of the Hub is known when it is here
+        from ..hub import resolve_model
+
+        adapter = peft_folder(str(resolve_model(source, revision=args.revision, offline=True)))
+        if adapter is None:
+            raise
+        return convert_adapter(adapter, argparse.Namespace(**vars(args) | {"revision": None}))
+
+
+def _convert_model(source: str, args: argparse.Namespace) -> int:
     from .conversion import convert, convert_all
 
     options = {
@@ -155,10 +167,10 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 
 
 def _sentence(summary: "ConversionSummary") -> str:
-    kind = f"{summary.quantization.default}" if summary.quantization else summary.dtype
+    kind = str(summary.quantization.default) if summary.quantization else summary.dtype
     facts = [
         f"{summary.path}: {summary.parameters:,} parameters",
-        kind,
+        f"{kind}, {summary.refinement}" if summary.refinement else kind,
         f"{summary.bits_per_weight:.2f} bits per weight",
         f"{summary.nbytes:,} bytes",
         f"{summary.seconds:.1f} s",

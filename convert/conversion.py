@@ -75,6 +75,7 @@ class ConversionSummary:
     measured: Measurement | None = None
     uploaded: str | None = None  # the address
     notes: tuple[str, ...] = ()  # what a merged adapter changes
+    refinement: str | None = None  # what was done beyond plain, uniform packing
 
 
 def convert(source: str | Path, mlx_path: str | Path = "mlx_model", **options: Any) -> ConversionSummary:
@@ -108,7 +109,7 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
     _check_options(targets, each)
 
     def before_weights(folder: Path, download_bytes: int) -> None:
-        if options.config is None:
+        if options.config is None and (folder / "config.json").is_file():  # an adapter has none
             config = OpenELMConfig.from_file(folder / "config.json")
             quantizations = [one.planned(config) for one in each]
             check_memory(config, len(each))
@@ -145,7 +146,7 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
     distances = run(jobs, force=options.force, measured=options.measure, reference=opened, beside=beside)
     seconds = time.perf_counter() - started
     return [
-        replace(_summary(job, distance, seconds, _upload(job.target, one)), notes=said)
+        replace(_summary(job, distance, seconds, _upload(job.target, one)), notes=said, refinement=one.refinement)
         for job, distance, one in zip(jobs, distances, each, strict=True)
     ]
 

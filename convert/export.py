@@ -76,8 +76,10 @@ def _check(to: str, gguf_type: str | None, settings: ExportOptions) -> None:
         raise ConfigError(f"the format must be {', '.join(FORMATS)}; got {to!r}")
     if gguf_type is not None and gguf_type not in TYPES:
         raise ConfigError(f"the GGUF type must be {', '.join(TYPES)}; got {gguf_type!r}")
-    if settings.pad_vocab < 0 or settings.max_shard_bytes <= 0:
-        raise ConfigError("the vocabulary's multiple and the size of a shard must be positive")
+    if settings.pad_vocab < 0:
+        raise ConfigError(f"--pad-vocab must be 0 (no padding) or more, got {settings.pad_vocab}")
+    if settings.max_shard_bytes <= 0:
+        raise ConfigError(f"max_shard_bytes must be positive, got {settings.max_shard_bytes}")
     if settings.upload_repo is not None:
         check_upload(settings.upload_repo, dry_run=settings.upload_dry_run)
 

@@ -36,10 +36,9 @@ def run(args: argparse.Namespace) -> int:
     from .training_log import is_log
     from .training_log_output import print_log
 
-    adapter = peft_folder(args.source)
-    if adapter is not None:
-        return print_adapter(adapter, as_json=args.json)
     path = resolve_model(args.source, revision=args.revision, offline=args.offline)
+    if peft_folder(str(path)) is not None:
+        return print_adapter(path, as_json=args.json)
     if path.is_file() and is_log(path):
         return print_log(path, as_json=args.json, plot=args.plot)
     if args.plot is not None:

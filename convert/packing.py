@@ -37,6 +37,13 @@ class Packing:
         """Raises ConfigError for bits, a group or a mode that do not go together."""
         return QuantizationSettings.of(self.q_mode, self.q_bits, self.q_group_size) if self.quantize else None
 
+    @property
+    def refinement(self) -> str | None:
+        """What is done beyond packing every matrix alike by rounding, in words."""
+        if self.method == "gptq":
+            return "by GPTQ"
+        return "more for sensitive matrices" if self.recipe == "mixed" else None
+
     def check_packing(self) -> None:
         """Raise ConfigError for what does not go together, whatever the model."""
         for name, value, valid in (("recipe", self.recipe, RECIPES), ("method", self.method, METHODS)):

@@ -38,6 +38,11 @@ def export_peft(adapter: Path, target: Path, *, force: bool = False) -> PeftAdap
 
 
 def _read(folder: Path) -> PeftAdapter:
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"no adapter folder {folder}; expected one with {CONFIG_NAME} and {_WEIGHTS} (a model goes --to hf, pt, "
+            "corenet or gguf)"
+        )
     spec = read_adapter_config(folder / CONFIG_NAME)
     if spec.fine_tune_type == "full":
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OpenELMConfig, read_json_object
-from ..errors import CheckpointError, ConfigError
+from ..errors import AdapterError, CheckpointError, ConfigError
 from ..quantize import Quantization, detect, logical_shapes
 from ..safetensors_file import (
     INDEX_NAME,
@@ -141,9 +141,9 @@ def open_source(path: Path, config_file: Path | None = None, *, use_ema: bool = 
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise CheckpointError for an adapter folder, which has no base model in it."""
+    """Raise AdapterError for an adapter folder, which has no base model in it."""
     if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
+        raise AdapterError(
             f"{folder} is an adapter, not a model: fuse it into its base model (openelm fuse), use it beside that "
             "(openelm generate --adapter-path), or export it with --to peft"
         )

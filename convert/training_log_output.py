@@ -29,8 +29,8 @@ def sentence(log: TrainingLog, name: str) -> str:
     facts = log.describe()
     lines = [
         f"{name} (CoreNet training log)",
-        f"{facts['iterations']:,} of {facts['planned_iterations']:,} iterations in {facts['epochs']} epoch(s), "
-        f"{facts['points']} logged" + (f", started again {facts['restarts']} times" if facts["restarts"] else ""),
+        f"{facts['iterations']:,} of {facts['planned_iterations']:,} iterations in {_count(facts['epochs'], 'epoch')}, "
+        f"{facts['points']} logged" + (f", {_count(facts['restarts'], 'restart')}" if facts["restarts"] else ""),
         f"loss: first {_number(facts['first_loss'])}, last {_number(facts['last_loss'])}, best "
         f"{_number(facts['best_loss'])} at iteration {_number(facts['best_iteration'])}"
         + (f"; {facts['not_finite']} not finite" if facts["not_finite"] else ""),
@@ -78,6 +78,10 @@ def draw(log: TrainingLog, target: Path, *, title: str) -> None:
     loss.grid(alpha=0.25)
     with new_file(target) as partial:
         figure.savefig(partial)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _number(value: float | int | None) -> str:

@@ -65,7 +65,7 @@ def load_adapters(model: Model, folder: Path) -> AdapterSpec:
     The model is left in evaluation mode, and as after `add_adapters` only what the folder holds is trainable.
     Raises ConfigError or CheckpointError, and leaves the model as it was, unless names and shapes agree exactly.
     """
-    if not folder.is_dir():
+    if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(f"no adapter folder {folder}; expected one with {CONFIG_NAME} and {WEIGHTS_NAME}")
     spec = read_adapter_config(folder / CONFIG_NAME)
     check_base(spec, model.config, str(folder))

@@ -19,6 +19,10 @@ class CheckpointError(OpenELMError):
     """A checkpoint cannot be read: missing, truncated, of an unknown kind, or refused for safety."""
 
 
+class AdapterError(CheckpointError):
+    """A model is expected, and the folder holds an adapter."""
+
+
 class TokenizerError(OpenELMError):
     """A tokenizer is missing, is not the model's, or token ids fall outside the vocabulary."""
 

@@ -51,16 +51,19 @@ def cached_folder(repo: str, revision: str = "main") -> Path | None:
 
 
 def model_files(names: Sequence[str]) -> list[str]:
-    """What a model needs of a repository, nothing if it has no model. Weights come last: who has them has the rest."""
+    """What a model needs of a repository, else what a PEFT adapter does, nothing if it has neither.
+
+    Weights come last: who has them has the rest.
+    """
     index, shards = _weights(names)
     if "config.json" not in names or not shards:
-        return []
+        return _adapter_files(names)
     texts = [name for name in _matching(names, *_TEXT_FILES) if not name.endswith(".py")]
     return texts + index + shards
 
 
 def is_whole_model(folder: Path) -> bool:
-    """Whether a snapshot has a configuration and every weight file that it speaks of."""
+    """Whether a snapshot has a configuration and every weight file that it speaks of, or is a whole adapter."""
     names = [path.name for path in folder.iterdir() if path.is_file()]  # a link to a lost blob is no file
     index, shards = _weights(names)
     try:
@@ -68,7 +71,9 @@ def is_whole_model(folder: Path) -> bool:
     except ConfigError:
         return False
     listed = {shard for weight_map in maps if isinstance(weight_map, dict) for shard in weight_map.values()}
-    return "config.json" in names and bool(shards) and listed <= set(names)
+    if "config.json" not in names:
+        return bool(_adapter_files(names))
+    return bool(shards) and listed <= set(names)
 
 
 def download(
@@ -135,6 +140,12 @@ def _weights(names: Sequence[str]) -> tuple[list[str], list[str]]:
         if found := _matching(names, shards):
             return _matching(names, index), found
     return [], []
+
+
+def _adapter_files(names: Sequence[str]) -> list[str]:
+    """A PEFT adapter's two files, where a repository has both and is no model."""
+    weights = [name for name in ("adapter_model.safetensors", "adapter_model.bin") if name in names]
+    return ["adapter_config.json", weights[0]] if weights and "adapter_config.json" in names else []
 
 
 def _matching(names: Sequence[str], *patterns: str) -> list[str]:

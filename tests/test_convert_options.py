@@ -14,6 +14,7 @@ from artefacts import TINY, TOKENIZER, tiny_config, tiny_weights, write_hub
 from fake_hub import TOKEN, use_hub
 from fake_hub_uploads import UploadHub
 from measures import kl
+from safetensors.numpy import save
 
 from openelm_mlx.checkpoint import load_model
 from openelm_mlx.cli import main
@@ -161,6 +162,31 @@ class TestFromTheHub:
         assert hub.downloads() == ["config.json"]
         assert not Path("out").exists()
         assert cached_folder(REPO) is None  # nothing says that it is whole
+
+    def test_a_peft_adapter(self, hub, capsys):
+        weights = {
+            "base_model.model.transformer.layers.0.attn.out_proj.lora_A.weight": np.ones((2, 8), np.float32),
+            "base_model.model.transformer.layers.0.attn.out_proj.lora_B.weight": np.ones((4, 2), np.float32),
+        }
+        raw = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": REPO}
+        hub.repos["me/peft"] = {
+            "adapter_config.json": json.dumps(raw).encode(),
+            "adapter_model.safetensors": save(weights),
+            "README.md": b"x",
+        }
+        assert main(["convert", "me/peft", "-o", "refused", "-q"]) == 2
+        assert "is for models" in capsys.readouterr().err
+        assert not Path("refused").exists()
+        assert main(["convert", "me/peft", "--revision", "main", "-o", "adapter"]) == 0
+        assert "LoRA, rank 2, scale 2" in capsys.readouterr().out
+        assert sorted(path.name for path in Path("adapter").iterdir()) == [
+            "adapter_config.json",
+            "adapters.safetensors",
+        ]
+        assert main(["info", "me/peft", "--json", "--offline"]) == 0
+        assert json.loads(capsys.readouterr().out)["format"] == "peft"
+        assert main(["generate", "--model", "me/peft"]) == 2
+        assert "adapter" in capsys.readouterr().err
 
     def test_no_tokenizer(self, hub):  # fault B1
         self.refused_before_the_weights(hub, TokenizerError, "pass --tokenizer")
@@ -334,12 +360,16 @@ class TestWrongWords:
             ("convert tiny -o x -q --method gptq --seed -1", "--seed must be 0 or more, got -1"),
             ("convert /dev/null -o x", "neither a file nor a folder"),
             ("convert ours -o x", "is an adapter, not a model"),
+            ("info ours", "is an adapter, not a model"),
+            ("export tiny --to peft -o x", "no adapter folder tiny; expected one with"),
+            ("fuse --model tiny --adapter-path empty", "no adapter folder empty; expected one with"),
             ("convert peft -o x --upload-dry-run", "--upload-dry-run is for models"),
         ],
     )
     def test_one_line(self, command, words, capsys, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         Path("log.txt").write_text("2024-03-01 00:46:44 - LOGS    - x\n")
+        Path("empty").mkdir()
         for name, text in (("ours", "{}"), ("peft", '{"peft_type": "LORA"}')):
             Path(name).mkdir()
             Path(name, "adapter_config.json").write_text(text)

@@ -287,7 +287,7 @@ class TestRefusals:
             (["--to", "hf", "--gguf-type", "F16"], "--gguf-type is for --to gguf"),
             (["--to", "gguf", "--dtype", "float16"], "--dtype is for --to hf, pt, corenet"),
             (["--to", "pt", "--pad-vocab", "128"], "--pad-vocab is for --to corenet"),
-            (["--to", "corenet", "--pad-vocab", "-1"], "must be positive"),
+            (["--to", "corenet", "--pad-vocab", "-1"], "must be 0 (no padding) or more, got -1"),
             (["--to", "corenet", "--max-shard-size", "5GB"], "--max-shard-size is for --to hf, pt"),
             (["--to", "hf", "--max-shard-size", "huge"], "is no size"),
             (["--to", "pt", "--upload-repo", "me/x"], "--upload-repo is for --to hf"),
