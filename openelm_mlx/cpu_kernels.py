@@ -5,6 +5,8 @@ So the activation gets an exponential of multiplications and additions, which co
 attention goes through the prompt in blocks of queries, so that half of the masked scores are never computed.
 """
 
+from functools import partial
+
 import mlx.core as mx
 
 from .device import is_metal
@@ -54,7 +56,7 @@ def causal_attention(queries: mx.array, keys: mx.array, values: mx.array, scale:
     return mx.concatenate(blocks, axis=2) if len(blocks) > 1 else blocks[0]
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)
 def _exp_parts(x: mx.array) -> tuple[mx.array, mx.array]:
     """exp(x) as f * 2**n: f as float32, 2**n as the bits of a float32. NaN stays NaN, in f."""
     x = mx.minimum(mx.maximum(x, -87.0), 88.0)  # beyond, float32 has no normal numbers
@@ -64,6 +66,6 @@ def _exp_parts(x: mx.array) -> tuple[mx.array, mx.array]:
     return fraction, (n.astype(mx.int32) + _EXPONENT_BIAS) << _MANTISSA_BITS
 
 
-@mx.compile
+@partial(mx.compile, shapeless=True)
 def _gated(gate: mx.array, up: mx.array, fraction: mx.array, power: mx.array) -> mx.array:
     return gate * up / (1 + fraction * power)
