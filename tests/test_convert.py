@@ -26,8 +26,7 @@ from openelm_mlx.checkpoint import load_model
 from openelm_mlx.cli import main
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert import command, conversion, convert, job
-from openelm_mlx.convert.streaming import _COMPUTED_BLOCK_BYTES
-from openelm_mlx.convert.streaming import transformed
+from openelm_mlx.convert.streaming import _COMPUTED_BLOCK_BYTES, transformed
 from openelm_mlx.errors import (
     CheckpointError,
     ConfigError,
