@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic import check_target
+from ..atomic import check_apart, check_target
 from ..checkpoint import is_instruct
 from ..config import OpenELMConfig
-from ..errors import ConfigError, OutputError, TokenizerError
+from ..errors import ConfigError, TokenizerError
 from ..home import expand_home
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
@@ -119,7 +119,9 @@ def _convert(source: str | Path, paths: Sequence[Path], each: Sequence[Options])
 
     is_remote = is_hub_id(name)
     path = resolve_model(name, revision=options.revision, offline=options.offline, before_weights=before_weights)
-    check_apart(targets, path)
+    for target in targets:
+        for read in (path, *map(Path, options.average_with)):
+            check_apart(target, read)
     with_adapter, found = _checked_source(path, options)
     opened, dtype = applied(with_adapter, options)
     _check_range(opened, dtype, options.force)
@@ -198,13 +200,6 @@ def _upload(folder: Path, options: Options) -> str | None:
     return upload(
         folder, options.upload_repo, card=card, dry_run=options.upload_dry_run, private=options.upload_private
     )
-
-
-def check_apart(targets: Sequence[Path], source: Path) -> None:
-    """Writing over what is being read would lose it."""
-    for target in targets:
-        if source.resolve().is_relative_to(target.resolve()):
-            raise OutputError(f"{target} is (or holds) the source itself; choose another folder with -o")
 
 
 def _check_range(source: Source, dtype: str, force: bool) -> None:

@@ -133,7 +133,9 @@ def _size(text: str) -> int:
 
 
 def _print_next(args: argparse.Namespace) -> None:
-    file = f"{args.output}/pytorch_model.bin" if args.to == "pt" else args.output
+    file = args.output
+    if args.to == "pt":
+        file = str(min(expand_home(args.output).glob("pytorch_model*.bin")))  # the first, where there are several
     print(f"next: {_NEXT[args.to].format(out=shlex.quote(args.output), file=file)}", file=sys.stderr)
 
 

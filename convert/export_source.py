@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..atomic import check_apart
 from ..checkpoint import is_instruct
 from ..errors import CheckpointError, ConfigError
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..tensors import CODES
-from .conversion import check_apart, fit_vocabulary
+from .conversion import fit_vocabulary
 from .sources import Source, open_source, refuse_adapter
 
 
@@ -65,7 +66,7 @@ def open_model(name: str, target: Path, options: ExportOptions, *, keep_padding:
     path = resolve_model(name, revision=options.revision, offline=options.offline)
     if path.is_dir() and not (path / "config.json").is_file():
         refuse_adapter(path)
-    check_apart([target], path)
+    check_apart(target, path)
     source = open_source(path, None if options.config is None else Path(options.config))
     if source.adapter is not None:
         raise CheckpointError(

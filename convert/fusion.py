@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..adapter_config import AdapterSpec
-from ..atomic import check_target
+from ..atomic import check_apart, check_target
 from ..checkpoint import is_instruct
-from ..errors import CheckpointError, ConfigError, OutputError
+from ..errors import CheckpointError, ConfigError
 from ..home import expand_home
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..hub_upload import check_upload, upload
@@ -70,7 +70,8 @@ def fuse(
         check_upload(upload_repo, dry_run=upload_dry_run)
     base_model = name if is_hub_id(name) else None
     path = resolve_model(name, revision=revision, offline=offline)
-    _check_apart(target, path, Path(adapter_path))
+    check_apart(target, path, what="the base model", flag="--save-path")
+    check_apart(target, Path(adapter_path), what="the adapter", flag="--save-path")
     base = _open_base(path, requantize)
     total, spec = fused(base, Path(adapter_path))
     untied = total.config != base.config
@@ -110,13 +111,6 @@ def _open_base(path: Path, requantize: bool) -> Source:
     if requantize and base.quantization is None:
         raise ConfigError(f"{path} is not quantized, so there is nothing to requantize; leave --requantize out")
     return base
-
-
-def _check_apart(target: Path, source: Path, adapter: Path) -> None:
-    """Writing over what is being read would lose it."""
-    for what, path in (("the base model", source), ("the adapter", adapter)):
-        if path.resolve().is_relative_to(target.resolve()):
-            raise OutputError(f"{target} is (or holds) {what} itself; choose another folder with --save-path")
 
 
 def _upload(folder: Path, repo: str | None, dry_run: bool) -> str | None:

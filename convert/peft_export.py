@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ..adapter_config import EMBEDDING_PATH, read_adapter_config
-from ..atomic import check_space, check_target, new_folder
+from ..atomic import check_apart, check_space, check_target, new_folder
 from ..config_keys import listing
 from ..errors import CheckpointError, ConfigError
 from ..safetensors_file import read_header
@@ -23,6 +23,7 @@ def export_peft(adapter: Path, target: Path, *, force: bool = False) -> PeftAdap
     adapter (which changes a tied output head too), DoRA beside an embedding adapter.
     """
     check_target(target, force=force)
+    check_apart(target, adapter)
     read = _read(adapter)
     theirs = {}
     for name, tensor in read.tensors.items():

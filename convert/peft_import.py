@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..adapter_config import AdapterSpec, adapter_config
-from ..atomic import check_space, check_target, new_folder
+from ..atomic import check_apart, check_space, check_target, new_folder
 from ..config import read_json_object
 from ..config_keys import listing
 from ..errors import CheckpointError
@@ -59,6 +59,7 @@ def read_peft(folder: Path) -> PeftAdapter:
 def import_peft(folder: Path, target: Path, *, force: bool = False) -> PeftAdapter:
     """Write the adapter folder `target` from a PEFT folder; the target is as it was before when that fails."""
     check_target(target, force=force)
+    check_apart(target, folder)
     adapter = read_peft(folder)
     for name, tensor in adapter.tensors.items():
         if not is_finite(tensor.read(), tensor.dtype):

@@ -101,6 +101,12 @@ def check_target(target: Path, *, force: bool) -> None:
         raise OutputError(f"{parent} is not writable; choose another place")
 
 
+def check_apart(target: Path, source: Path, *, what: str = "the source", flag: str = "-o") -> None:
+    """Raise OutputError where writing `target` would lose the file or folder that is being read."""
+    if source.expanduser().resolve().is_relative_to(target.expanduser().resolve()):
+        raise OutputError(f"{target} is (or holds) {what} itself; choose another folder with {flag}")
+
+
 def check_space(target: Path, needed_bytes: int) -> None:
     """Raise OutputError when the volume of `target` has less than `needed_bytes` free."""
     parent = next(folder for folder in _absolute(target).parents if folder.exists())

@@ -515,4 +515,4 @@ def test_files_that_are_not_there_or_broken(folder, tmp_path):
     (folder / "adapter_config.json").write_text('{"num_layers": ')
     assert "not valid JSON" in refusal(folder, ConfigError)
     (folder / "adapter_config.json").unlink()
-    assert "cannot read" in refusal(folder, ConfigError)
+    assert "no adapter folder" in refusal(folder, CheckpointError)

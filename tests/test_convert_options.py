@@ -344,6 +344,32 @@ class TestMigration:
         assert "--input-checkpoint" not in capsys.readouterr().out
 
 
+class TestTargetIsSource:  # fault C1
+    @pytest.mark.parametrize(
+        "command",
+        [
+            "convert peft -o peft --force",
+            "convert peft/../peft -o . --force",
+            "export ours --to peft -o ours --force",
+            "export model --to hf -o model --force",
+            "convert tiny model --average -o model --force",
+            "fuse --model tiny --adapter-path ours --save-path ours --force",
+        ],
+    )
+    def test_nothing_is_written_over_what_is_read(self, command, capsys, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        shutil.copytree(TINY, "model")
+        for name, text in (("ours", "{}"), ("peft", '{"peft_type": "LORA"}')):
+            Path(name).mkdir()
+            Path(name, "adapter_config.json").write_text(text)
+        before = sorted(tmp_path.rglob("*"))
+        assert main(command.split()) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert "is (or holds)" in line or "where you are working" in line
+        assert sorted(tmp_path.rglob("*")) == before
+
+
 class TestWrongWords:
     """What is typed wrongly is told in one line, whatever the command, and nothing is made."""
 
