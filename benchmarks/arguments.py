@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.usage = f"{parser.prog} [options]\n       {parser.prog} report [-o DIR] [--csv] FILE.json ..."
     actions = parser.add_subparsers(
-        title="instead of measuring", dest="action", metavar="", required=False, prog=parser.prog
+        title="instead of measuring", dest="action", metavar="ACTION", required=False, prog=parser.prog
     )
     report = actions.add_parser(
         "report",

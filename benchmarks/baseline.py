@@ -4,7 +4,7 @@ A rate counts as worse when its median fell by more than 3 % *and* a permutation
 most 5 % by chance. With fewer than three trials on either side nothing can be told, and that is said.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -51,17 +51,34 @@ class Verdict:
         return f"{self.what}: {self.before:,.1f} -> {self.now:,.1f} tokens/s ({100 * self.change:+.1f} %), {told}"
 
 
-def compare_records(new: Mapping[str, Any], old: Mapping[str, Any], where: str) -> list[Verdict]:
-    """A verdict for each rate that both have. Raises RecordError for another machine's file, or one without any.
+def check_conditions(old: Mapping[str, Any], machine: Mapping[str, Any], where: str) -> None:
+    """Raise RecordError for another machine's file, and for one of this machine under other conditions.
 
-    A run on battery or in low-power mode is no regression of anything: that difference is refused, too.
+    A run on battery or in low-power mode is no regression of anything.
     """
-    then, now = old["machine"], new["machine"]
+    then = old["machine"]
     for key in (*_MACHINE, *_CONDITIONS):
-        if key in then and then[key] != now.get(key):
+        if key in then and then[key] != machine.get(key):
             raise RecordError(
-                f"{where} was measured with {key} {then[key]!r}, this run has {now.get(key)!r}: no baseline"
+                f"{where} was measured with {key} {then[key]!r}, this run has {machine.get(key)!r}: measure a baseline "
+                "here, under the same conditions"
             )
+
+
+def check_works(old: Mapping[str, Any], works: Collection[Mapping[str, Any]], where: str) -> None:
+    """Raise RecordError, before anything is measured, for a file that can have none of the results to come.
+
+    works: what is known of each beforehand, some of the keys that tell works apart.
+    """
+    if old["results"] and not any("precision" in result for result in old["results"]):
+        raise RecordError(f"{where} is of version 1, which does not tell the precision: measure a baseline again")
+    if not any(all(_part(result, key) == work[key] for key in work) for result in old["results"] for work in works):
+        raise _nothing_in_common(where)
+
+
+def compare_records(new: Mapping[str, Any], old: Mapping[str, Any], where: str) -> list[Verdict]:
+    """A verdict for each rate that both have. Raises RecordError for another machine's file, or one without any."""
+    check_conditions(old, new["machine"], where)
     known = {_work(result): result for result in old["results"]}
     verdicts = []
     for result in new["results"]:
@@ -69,9 +86,7 @@ def compare_records(new: Mapping[str, Any], old: Mapping[str, Any], where: str) 
         if before is not None:
             verdicts += [_verdict(name, result, before) for name in _RATES if result[name] and before[name]]
     if not verdicts:
-        raise RecordError(
-            f"{where} has nothing that this run measured too: use the same model, precision, -p, -g and -b"
-        )
+        raise _nothing_in_common(where)
     return verdicts
 
 
@@ -79,7 +94,8 @@ def _verdict(name: str, result: Mapping[str, Any], before: Mapping[str, Any]) ->
     now, then = _values(name, result), _values(name, before)
     enough = min(len(now), len(then)) >= 3
     label = " ".join(filter(None, (result["model"], result.get("precision"), result.get("variant"))))
-    shape = f"{result['prompt_tokens']}+{result['generation_tokens']}"
+    batch = f" x {result['batch_size']}" if result["batch_size"] > 1 else ""
+    shape = f"{result['prompt_tokens']}+{result['generation_tokens']}{batch}"
     what = f"{label}, {shape} tokens, {_RATES[name]}"
     return Verdict(what, median(now), median(then), chance_of_lower(now, then) if enough else None)
 
@@ -89,4 +105,14 @@ def _values(name: str, result: Mapping[str, Any]) -> Sequence[float]:
 
 
 def _work(result: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(result.get(key, _DEFAULTS.get(key)) for key in _SAME_WORK)
+    return tuple(_part(result, key) for key in _SAME_WORK)
+
+
+def _part(result: Mapping[str, Any], key: str) -> Any:
+    return result.get(key, _DEFAULTS.get(key))
+
+
+def _nothing_in_common(where: str) -> RecordError:
+    return RecordError(
+        f"{where} has nothing that this run measures too: use the same model, precision, -p, -g, -b and --decoder"
+    )

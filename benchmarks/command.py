@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import GenerationError, OpenELMError, RecordError
 from .arguments import add_arguments as add_arguments
 from .arguments import positive_count as positive_count
 from .record import machine as machine
 from .record import new_record, read_record
 
 if TYPE_CHECKING:
+    from .baseline import Verdict
     from .matrix import Source
     from .suite import Outcome, Plan
 
@@ -39,19 +41,28 @@ def run(args: argparse.Namespace) -> int:
         return run_train(args)
     baseline = None if args.baseline is None else read_record(args.baseline)
     plan = make_plan(args)
+    if baseline is not None:
+        _check_baseline(baseline, plan, str(args.baseline))
+    _tell_assumed(args, plan)
     outcome = _measure(plan)
     record = _record(args, plan, outcome)
-    verdicts = []
+    verdicts: list[Verdict] = []
+    failure: OpenELMError | None = outcome.failure
     if baseline is not None and not outcome.interrupted:
         from .baseline import compare_records
 
-        verdicts = compare_records(record, baseline, str(args.baseline))
-        record["baseline"] = [verdict.to_dict() for verdict in verdicts]
+        try:
+            verdicts = compare_records(record, baseline, str(args.baseline))
+            record["baseline"] = [verdict.to_dict() for verdict in verdicts]
+        except RecordError as error:  # another precision, or the mains unplugged: what was measured is still true
+            failure = error
     write_and_print(record, args.output, args.json)
     if not args.json:
         _print(plan, outcome, record, verdicts)
+    if failure is not None:
+        raise failure
     if outcome.interrupted:
-        print(f"openelm: interrupted; {len(outcome.measured)} results are kept", file=sys.stderr)
+        tell_kept(len(outcome.measured))
         return INTERRUPTED
     return 1 if any(verdict.is_regression for verdict in verdicts) else 0
 
@@ -63,16 +74,18 @@ def make_plan(args: argparse.Namespace) -> "Plan":
     from .session import MAX_WARM_UPS, Method
     from .suite import Plan
 
-    sources = _sources(args)
     if args.paper:
         _refuse_with_paper(args)
+    if args.size and args.adapter_path is not None:
+        raise GenerationError("--adapter-path belongs to the model it was trained for: leave out --size")
+    sources = _sources(args)
+    if args.paper:
         shapes = [[paper.SHAPE] for _ in sources]
         for source in sources:
-            paper.SHAPE.check(source.config.max_context_length)
+            paper.check_context(source.name, source.config.max_context_length)
     else:
         lengths = (args.prompt_tokens, args.generation_tokens, args.batch_size or [1])
         shapes = [shapes_for(*lengths, source.config.max_context_length) for source in sources]
-        _tell_shrunk(args, sources, shapes)
     trials = args.num_trials or (paper.TRIALS if args.paper else _DEFAULT_TRIALS)
     method = Method(trials, args.delay, args.decoder, paper.WARM_UPS if args.paper else MAX_WARM_UPS)
     return Plan(
@@ -102,13 +115,7 @@ def write_and_print(record: dict[str, Any], output: Path | None, to_stdout: bool
 def _sources(args: argparse.Namespace) -> "list[Source]":
     from .matrix import Source
 
-    names = args.model or []
-    if not names and not args.size:
-        print(
-            "openelm: no --model given, using the bundled 'tiny'; a real one: --model apple/OpenELM-270M-Instruct",
-            file=sys.stderr,
-        )
-        names = ["tiny"]
+    names = args.model or ([] if args.size else ["tiny"])
     settings = {"adapter_path": args.adapter_path, "keep_quantized": args.keep_quantized}
     named = [Source.named(name, revision=args.revision, offline=args.offline, **settings) for name in names]
     return named + [Source.random(size) for size in args.size or []]
@@ -178,11 +185,42 @@ def _print_norms(plan: "Plan", outcome: "Outcome") -> None:
         table.print_norms(sides, counts[sides[0].model])
 
 
-def _tell_shrunk(args: argparse.Namespace, sources: "list[Source]", shapes: Any) -> None:
-    """Say where a default length did not fit into a model's context."""
+def _check_baseline(baseline: dict[str, Any], plan: "Plan", where: str) -> None:
+    """Raise RecordError, before anything is measured, for a file that this run cannot be held against."""
+    from .baseline import check_conditions, check_works
+
+    works = [
+        {"model": source.name, "decoder": plan.method.decoder, **vars(shape)}
+        for source, shapes in zip(plan.sources, plan.shapes, strict=True)
+        for shape in shapes
+    ]
+    check_works(baseline, works, where)
+    check_conditions(baseline, machine(), where)
+
+
+def tell_tiny() -> None:
+    """Say which model stands in where none was named."""
+    print(
+        "openelm: no --model given, using the bundled 'tiny'; a real one: --model apple/OpenELM-270M-Instruct",
+        file=sys.stderr,
+    )
+
+
+def tell_kept(results: int) -> None:
+    """Say what an interruption left."""
+    left = {0: "there is no result yet", 1: "1 result is kept"}.get(results, f"{results} results are kept")
+    print(f"openelm: interrupted; {left}", file=sys.stderr)
+
+
+def _tell_assumed(args: argparse.Namespace, plan: "Plan") -> None:
+    """Say which model stands in for none, and where a default length did not fit into a model's context."""
     from .matrix import DEFAULT_GENERATION_TOKENS, DEFAULT_PROMPT_TOKENS
 
-    for source, chosen in zip(sources, shapes, strict=True):
+    if not args.model and not args.size:
+        tell_tiny()
+    if plan.paper:
+        return
+    for source, chosen in zip(plan.sources, plan.shapes, strict=True):
         usual = (args.prompt_tokens or [DEFAULT_PROMPT_TOKENS], args.generation_tokens or [DEFAULT_GENERATION_TOKENS])
         for shape in chosen:
             if shape.prompt_tokens not in usual[0] or shape.generation_tokens not in usual[1]:
@@ -197,8 +235,6 @@ def _tell_shrunk(args: argparse.Namespace, sources: "list[Source]", shapes: Any)
 
 def _refuse_with_paper(args: argparse.Namespace) -> None:
     """Raise GenerationError for flags that the paper's protocol settles."""
-    from ..errors import GenerationError
-
     given = {"-p": args.prompt_tokens, "-g": args.generation_tokens, "-b": args.batch_size, "-n": args.num_trials}
     named = [flag for flag, value in given.items() if value is not None]
     if named:

@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from ..config import PUBLISHED_SIZES, OpenELMConfig
+from ..errors import GenerationError
 from .results import BenchResult, rate
 from .session import Shape
 
@@ -21,6 +22,16 @@ TRIALS = 5
 WARM_UPS = 1
 MACHINE = "MacBook Pro, M2 Max, 64 GiB, macOS 14.4.1, MLX 0.10.0"
 STANDING = "as recalled, not checked against the paper"
+
+
+def check_context(name: str, context: int) -> None:
+    """Raise GenerationError for a model that has no room for the protocol's tokens."""
+    needed = SHAPE.prompt_tokens + SHAPE.generation_tokens
+    if needed > context:
+        raise GenerationError(
+            f"--paper takes {SHAPE.prompt_tokens} + {SHAPE.generation_tokens} tokens, and the context of {name} is "
+            f"{context}: name a model with a longer one (--model, or --size 270M for random weights)"
+        )
 
 
 class Rates(NamedTuple):

@@ -23,6 +23,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 NUMBER, TEXT, COUNT = (int, float), (str,), (int,)
 _MAYBE = (type(None),)
 _MACHINE = {"chip": TEXT, "cpu_cores": COUNT, "memory_bytes": COUNT, "os": TEXT, "backend": TEXT, "mlx": TEXT}
+_MACHINE_MAY = {"gpu_cores": (int, type(None)), "power_source": (str, type(None)),
+                "low_power_mode": (bool, type(None))}  # fmt: skip
+_RECORD_MAY = {"date": TEXT, "interrupted": (bool,)}
 _RESULT = {
     "model": TEXT,
     "prompt_tokens": COUNT,
@@ -44,6 +47,10 @@ _SINCE_2 = {
     "drift": (dict,),
     "warm_ups": COUNT,
 }
+_RATE = (int, float, type(None))
+_LIMIT = {"bytes": NUMBER, "flops": NUMBER, "bound": TEXT, "seconds": _RATE, "share": _RATE}
+_OPTIONAL = {"decoder": TEXT, "variant": TEXT, "drift": (dict,), "limits": (dict,), "paper": (dict,),
+             "end_to_end_tps": _RATE}  # fmt: skip
 _POSITIVE = ("prompt_tokens", "generation_tokens", "batch_size")
 
 
@@ -124,6 +131,9 @@ def _faults(record: Any) -> Iterator[str]:
         yield f"schema_version {version!r} is unknown (this is openelm-mlx {__version__}, which knows {SCHEMA_VERSION})"
         return
     yield from _check("machine", record.get("machine"), _MACHINE)
+    for name, holder, keys in (("machine", record.get("machine"), _MACHINE_MAY), ("the record", record, _RECORD_MAY)):
+        if isinstance(holder, dict):
+            yield from _check(name, holder, {key: types for key, types in keys.items() if key in holder})
     results = record.get("results")
     if not isinstance(results, list):
         yield "results is missing" if results is None else "results is no list"
@@ -137,6 +147,7 @@ def _check_result(where: str, result: Any, keys: Mapping[str, tuple[type, ...]])
     yield from wrong
     if wrong:
         return
+    yield from _check_extras(where, result)
     yield from (f"{where}.{key} is {result[key]}" for key in _POSITIVE if key in result and result[key] < 1)
     trials = result.get("trials")
     if not isinstance(trials, list) or not trials:
@@ -146,6 +157,30 @@ def _check_result(where: str, result: Any, keys: Mapping[str, tuple[type, ...]])
     yield from faults
     if not faults:
         yield from _unlike_trials(where, result, trials)
+
+
+def _check_extras(where: str, result: Mapping[str, Any]) -> Iterator[str]:
+    """What a result may leave out, and what is read of it where it is there."""
+    wrong = list(_check(where, result, {key: types for key, types in _OPTIONAL.items() if key in result}))
+    yield from wrong
+    if wrong:
+        return
+    drift, limits = result.get("drift", {}), result.get("limits", {})
+    yield from (f"{where}.drift.{name} is {drift[name]!r}" for name in drift if not _is_number(drift[name]))
+    for name in ("device", "prefill", "decode") if limits else ():
+        keys = {"bandwidth_bytes_s": NUMBER, "matmul_flops_s": NUMBER} if name == "device" else _LIMIT
+        part = limits.get(name)
+        yield from _check(f"{where}.limits.{name}", part, keys)
+        if isinstance(part, dict) and part.get("bytes") == 0:
+            yield f"{where}.limits.{name}.bytes is 0"
+    for name in [name for name in result if name.endswith("_interval") and result[name] is not None]:
+        bounds = result[name]
+        if not isinstance(bounds, list) or len(bounds) != 2 or not all(map(_is_number, bounds)):
+            yield f"{where}.{name} is {bounds!r}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _unlike_trials(where: str, result: Mapping[str, Any], trials: list[Any]) -> Iterator[str]:

@@ -67,9 +67,10 @@ class Row:
 def run_report(args: argparse.Namespace) -> int:
     """Print the table; with a folder, write it, the CSV and the plots there."""
     rows = read_rows(args.files)
-    for row in rows:
-        for note in _notes(row):
-            print(f"openelm: {row.file}: {note}", file=sys.stderr)
+    for note in dict.fromkeys(f"{row.file}: {note}" for row in rows for note in _notes(row)):
+        print(f"openelm: {note}", file=sys.stderr)
+    if not rows:
+        raise OutputError("the files hold no tokens/s of a prefill and decode: name files of runs that were finished")
     if args.output_dir is not None:
         write_report(rows, args.output_dir)
     print(to_csv(rows) if args.csv else to_markdown(rows), end="")
@@ -106,8 +107,8 @@ def write_report(rows: Sequence[Row], folder: Path) -> None:
     from ..atomic import new_folder
     from .plots import draw_all
 
-    if not rows:
-        raise OutputError("the files hold no results: nothing to draw")
+    if folder.is_dir():
+        raise OutputError(f"{folder} already exists; choose a new folder")
     with new_folder(folder, force=False) as partial:
         images = draw_all(rows, partial)
         pictures = "\n\n".join(f"![{title}]({name})" for name, title in images)
@@ -160,13 +161,15 @@ def _legend(rows: Sequence[Row]) -> Iterator[str]:
 
 def _notes(row: Row) -> Iterator[str]:
     """What makes a result less than it seems."""
+    batch = row.result.get("batch_size", 1)
     shape = f"{row.label}, {row.precision}, {row.result['prompt_tokens']}+{row.result['generation_tokens']}"
+    shape += f" x {batch}" if batch > 1 else ""
     for name, change in row.result.get("drift", {}).items():
         yield f"{shape}: {name} drifted by {100 * change:+.0f} % over the trials"
     if row.record.get("interrupted"):
-        yield f"{shape}: the run was interrupted"
+        yield "the run was interrupted"
     if row.machine.get("low_power_mode") or row.machine.get("power_source") == "battery":
-        yield f"{shape}: measured on battery or in low-power mode"
+        yield "measured on battery or in low-power mode"
 
 
 def _csv_cells(row: Row) -> list[Any]:

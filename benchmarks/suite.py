@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GenerationError
+from ..errors import GenerationError, OpenELMError
 from ..model import Model
 from . import paper
 from .device_limits import DeviceLimits, measure_limits
@@ -36,8 +36,16 @@ class Plan:
     paper: bool = False
 
     def __post_init__(self) -> None:
+        if self.compare and self.norms:
+            raise GenerationError("--norms and --compare are two measurements: make two runs")
+        if self.norms and self.method.decoder != "eager":
+            raise GenerationError(
+                "--norms measures the eager step, a compiled one keeps its kernels: leave out --decoder"
+            )
         for source, shapes in zip(self.sources, self.shapes, strict=True):
             source.check(list(self.precisions))
+            if self.method.decoder != "eager" and any(shape.batch_size > 1 for shape in shapes):
+                raise GenerationError("--decoder compiled serves single texts: leave out --batch-size")
             if self.compare and (source.folder is None or self.precisions != [Precision()]):
                 raise GenerationError("--compare measures a folder as it is: leave out --size, --dtype and --q-bits")
             if self.compare and source.adapter_path is not None:
@@ -58,6 +66,7 @@ class Outcome:
     measured: list[tuple[BenchResult, dict[str, Any]]] = field(default_factory=list)
     profiles: "list[tuple[str, LayerProfile]]" = field(default_factory=list)
     interrupted: bool = False
+    failure: OpenELMError | None = None  # what ended the run before its end, where there were results to keep
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The `results` of a record."""
@@ -65,7 +74,7 @@ class Outcome:
 
 
 def run(plan: Plan, progress: Progress) -> Outcome:
-    """Measure everything. On Ctrl-C, what there is so far, marked as interrupted."""
+    """Measure everything. On Ctrl-C, or when a later model fails, what there is so far, marked as interrupted."""
     outcome = Outcome()
     try:
         for source, shapes in zip(plan.sources, plan.shapes, strict=True):
@@ -76,6 +85,10 @@ def run(plan: Plan, progress: Progress) -> Outcome:
         if isinstance(interrupt, Interrupted):
             outcome.measured += [(result, {}) for result in interrupt.results]
         outcome.interrupted = True
+    except OpenELMError as error:
+        if not outcome.measured:
+            raise
+        outcome.interrupted, outcome.failure = True, error
     return outcome
 
 

@@ -118,19 +118,16 @@ def _phases(result: BenchResult) -> Iterator[tuple[str, ...]]:
             number(getattr(result, name)),
             "-" if interval is None else spread(interval),
             spread(result.values(name)),
-            f"{time_s:.3f}",
-            megabytes(peak),
+            f"{time_s:.3f}" if tokens else "-",
+            megabytes(peak) if tokens else "-",
         )
 
 
 def _footnotes(measured: Measured) -> Iterator[str]:
     results = [result for result, _ in measured]
-    first = results[0]
-    trials = f"{len(first.trials)} trial{'s' if len(first.trials) > 1 else ''}"
-    warm_ups = sorted({result.warm_ups for result in results})
-    counted = "-".join(map(str, dict.fromkeys((warm_ups[0], warm_ups[-1]))))
-    plural = "s" if warm_ups[-1] > 1 else ""
-    yield f"median of {trials} after {counted} warm-up{plural} of the same shape; greedy, EOS ignored"
+    trials = _counted([len(result.trials) for result in results], "trial")
+    warm_ups = _counted([result.warm_ups for result in results], "warm-up")
+    yield f"median of {trials} after {warm_ups} of the same shape; greedy, EOS ignored"
     yield "* peak memory of the MLX allocator in that phase, weights included"
     if any(not result.warm_up_stable for result in results):
         yield "warm-up: the runs were still getting faster when the trials began"
@@ -139,11 +136,26 @@ def _footnotes(measured: Measured) -> Iterator[str]:
             phase = "prefill" if name == "prompt_tps" else "decode"
             hint = "heat or another program? try --delay" if change < 0 else "still warming up?"
             yield (
-                f"drift: {phase} of {result.prompt_tokens}+{result.generation_tokens} tokens changed by "
-                f"{100 * change:+.0f} % over the trials ({hint})"
+                f"drift: {phase} at {_label(result, results)} changed by {100 * change:+.0f} % over the trials ({hint})"
             )
     yield from _limit_lines(measured)
     yield from _paper_lines(measured)
+
+
+def _counted(counts: Sequence[int], word: str) -> str:
+    """`1 trial`, `5 trials`, `2-5 warm-ups`."""
+    least, most = min(counts), max(counts)
+    return f"{least if least == most else f'{least}-{most}'} {word}{'s' if most != 1 else ''}"
+
+
+def _label(result: BenchResult, results: Sequence[BenchResult]) -> str:
+    """The shape, and what else it takes to tell a result from the others of its run."""
+    batch = f" x {result.batch_size}" if result.batch_size > 1 else ""
+    parts = [f"{result.prompt_tokens}+{result.generation_tokens}{batch}"]
+    for name in ("model", "precision", "variant"):
+        if len({getattr(other, name) for other in results}) > 1 and getattr(result, name):
+            parts.append(getattr(result, name))
+    return ", ".join(parts)
 
 
 def _limit_lines(measured: Measured) -> Iterator[str]:
@@ -158,7 +170,7 @@ def _limit_lines(measured: Measured) -> Iterator[str]:
             for phase in ("prefill", "decode")
             if (part := limits[phase])["share"] is not None
         )
-        yield f"reached, {result.prompt_tokens}+{result.generation_tokens}: {shares}"
+        yield f"reached, {_label(result, [result for result, _ in measured])}: {shares}"
 
 
 def _paper_lines(measured: Measured) -> Iterator[str]:

@@ -58,9 +58,11 @@ class TrainingResult:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train, print, write. What is finished is kept on Ctrl-C, with status 130."""
-    from .command import INTERRUPTED, write_and_print
+    from .command import INTERRUPTED, tell_kept, tell_tiny, write_and_print
 
     models, shapes, trials = _plan(args)
+    if not args.model:
+        tell_tiny()
     results, interrupted = [], False
     try:
         for model, shape in product(models, shapes):
@@ -69,13 +71,17 @@ def run_train(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     training = [result.to_dict() for result in results]
-    settings = {"models": models, "shapes": [vars(shape) for shape in shapes], "num_trials": trials}
+    settings = {
+        "models": [_label(model) for model in models],
+        "shapes": [vars(shape) for shape in shapes],
+        "num_trials": trials,
+    }
     record = new_record([], settings, training=training, interrupted=interrupted)
     write_and_print(record, args.output, args.json)
     if not args.json:
         print_training(training)
     if interrupted:
-        print(f"openelm: interrupted; {len(results)} results are kept", file=sys.stderr)
+        tell_kept(len(results))
     return INTERRUPTED if interrupted else 0
 
 
@@ -124,8 +130,9 @@ def read_log(model: str, shape: TrainingShape, log: Path) -> TrainingResult:
     if not steps:
         raise RunFailedError(f"openelm lora reported no iteration after {WARM_UPS} for warming up")
     peak_gb = max(entry["peak_memory"] for entry in steps)
-    name = Path(model).resolve().name if Path(model).exists() else model
-    return TrainingResult(name, shape, tuple(entry["tokens_per_second"] for entry in steps), round(peak_gb * 1e9))
+    return TrainingResult(
+        _label(model), shape, tuple(entry["tokens_per_second"] for entry in steps), round(peak_gb * 1e9)
+    )
 
 
 def print_training(training: Sequence[dict[str, Any]]) -> None:
@@ -154,7 +161,8 @@ def print_training(training: Sequence[dict[str, Any]]) -> None:
 def _plan(args: argparse.Namespace) -> tuple[list[str], list[TrainingShape], int]:
     unfit = {"--size": args.size, "--paper": args.paper, "--norms": args.norms, "--profile": args.profile,
              "--compare": args.compare, "--baseline": args.baseline, "--q-bits": args.q_bits,
-             "-g": args.generation_tokens, "--adapter-path": args.adapter_path}  # fmt: skip
+             "-g": args.generation_tokens, "--adapter-path": args.adapter_path, "--delay": args.delay,
+             "--no-limits": args.no_limits, "--decoder": args.decoder != "eager"}  # fmt: skip
     named = [flag for flag, value in unfit.items() if value]
     if named:
         raise GenerationError(f"--train measures fine-tuning, and takes no {named[0]}: leave it out")
@@ -163,6 +171,11 @@ def _plan(args: argparse.Namespace) -> tuple[list[str], list[TrainingShape], int
     lengths, batches = args.prompt_tokens or DEFAULT_LENGTHS, args.batch_size or DEFAULT_BATCHES
     shapes = [TrainingShape(*shape) for shape in product(lengths, batches, (False, True))]
     return args.model or ["tiny"], shapes, args.num_trials or DEFAULT_TRIALS
+
+
+def _label(model: str) -> str:
+    """A Hub id, or a folder's last part: the rest is nobody's business."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _loading_flags(args: argparse.Namespace) -> list[str]:

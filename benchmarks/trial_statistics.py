@@ -14,7 +14,7 @@ import numpy as np
 CONFIDENCE = 0.95
 _RESAMPLES = 2000
 _MIN_DRIFT_TRIALS = 3
-_DRIFT = 0.1  # of the median, from the first trial to the last
+_DRIFT = 0.1  # of the beginning, from the first trial to the last
 _DRIFT_ORDER = 0.6  # Kendall's tau from which the order is taken to be no accident
 _EXACT_SPLITS = 20_000  # more are drawn at random instead of counted
 
@@ -33,15 +33,18 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[f
 
 
 def drift(values: Sequence[float]) -> float | None:
-    """The change from the first trial to the last along a robust line, as a share of the median (-0.4: 40 % less).
+    """The change from the first trial to the last along a robust line, as a share of its beginning (-0.4: 40 % less).
 
     None where there is none to speak of: fewer than three trials, less than a tenth, or no clear order.
     """
-    middle = median(values) if values else 0.0
-    if len(values) < _MIN_DRIFT_TRIALS or middle <= 0:
+    if len(values) < _MIN_DRIFT_TRIALS:
         return None
     steps = [(later - earlier, j - i) for (i, earlier), (j, later) in combinations(enumerate(values), 2)]
-    change = median(rise / distance for rise, distance in steps) * (len(values) - 1) / middle
+    slope = median(rise / distance for rise, distance in steps)
+    beginning = median(value - slope * i for i, value in enumerate(values))
+    if beginning <= 0:
+        return None
+    change = max(-1.0, slope * (len(values) - 1) / beginning)  # a rate loses no more than all
     order = sum((rise > 0) - (rise < 0) for rise, _ in steps) / len(steps)
     return change if abs(change) > _DRIFT and abs(order) >= _DRIFT_ORDER else None
 

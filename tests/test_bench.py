@@ -102,7 +102,7 @@ def test_heat_is_flagged():
     """Fault I8: trials of 100, 80 and 60 are told as such, in order, and their median is not quoted without it."""
     result = run(FakeModel(step_s=0.01, slowness=(1, 1, 1, 100 / 80, 100 / 60)), trials=3)
     assert result.values("generation_tps") == pytest.approx([100, 80, 60])
-    assert result.drift()["generation_tps"] == pytest.approx(-0.5)  # 40 of a median of 80
+    assert result.drift()["generation_tps"] == pytest.approx(-0.4)
     assert result.to_dict()["drift"].keys() == {"generation_tps", "prompt_tps"}
     assert run(FakeModel(), trials=3).drift() == {}
 

@@ -266,10 +266,18 @@ def test_lengths_that_shrank_are_named(small, capsys):
         (["--q-bits", "4,7"], "expected one of 2, 3, 4, 5, 6, 8 bits, got '7'"),
         (["--dtype", "int8"], "expected one of auto, bfloat16, float16, float32, got 'int8'"),
         (["--size", "7B"], "expected one of 270M, 450M, 1_1B, 3B, got '7B'"),
-        (["--paper"], "36 prompt tokens and 1024 generated exceed the model's context of 256"),
+        (["--paper"], "--paper takes 36 + 1024 tokens, and the context of tiny is 256: name a model with a longer one"),
         (["--paper", "-p", "12"], "--paper is a fixed protocol (36 + 1024 tokens, one text, five runs): leave out -p"),
         (["--compare", "mlx-lm", "--q-bits", "4"], "--compare measures a folder as it is"),
         (["--norms", "-b", "2"], "measure single texts: leave out --batch-size"),
+        (["--norms", "--compare", "mlx-lm"], "--norms and --compare are two measurements: make two runs"),
+        (["--norms", "--decoder", "compiled"], "--norms measures the eager step"),
+        (["-b", "2", "--decoder", "compiled"], "--decoder compiled serves single texts: leave out --batch-size"),
+        (["--size", "270M", "--adapter-path", "x"], "--adapter-path belongs to the model it was trained for"),
+        (["reprot"], "argument ACTION: invalid choice: 'reprot' (choose from 'report')"),
+        (["--train", "--delay", "3"], "--train measures fine-tuning, and takes no --delay"),
+        (["--train", "--decoder", "compiled"], "takes no --decoder"),
+        (["--train", "--no-limits"], "takes no --no-limits"),
         (["--baseline", "/no/such/file"], "cannot read /no/such/file: No such file"),
         (["-o", "/no/such/folder/x.json"], "/no/such/folder is no folder"),
         (["--train", "--norms"], "--train measures fine-tuning, and takes no --norms"),
@@ -278,6 +286,70 @@ def test_lengths_that_shrank_are_named(small, capsys):
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(arguments, expected, capsys):
     assert expected in refusal(capsys, *arguments)
+
+
+def test_a_refusal_stands_alone(capsys):
+    """What was assumed is told once work begins."""
+    assert main(["bench", "-b", "2", "--norms"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("openelm: error: ")
+
+
+def test_a_baseline_that_does_not_fit_is_refused_before_the_work(small, capsys, monkeypatch, tmp_path):
+    record, _ = bench(capsys, "--model", small, *SHORT)
+    file = tmp_path / "before.json"
+    file.write_text(json.dumps(record))
+    monkeypatch.setattr(suite, "run", None)
+    assert "nothing that this run measures too" in refusal(
+        capsys, "--model", small, "-p", "9", "-g", "4", "--baseline", str(file)
+    )
+    record["machine"]["chip"] = "another"
+    file.write_text(json.dumps(record))
+    assert "measured with chip 'another'" in refusal(capsys, "--model", small, *SHORT, "--baseline", str(file))
+
+
+def test_what_was_measured_is_kept_when_the_baseline_turns_out_not_to_fit(small, capsys, tmp_path):
+    """The precision is known only when the model is loaded."""
+    record, _ = bench(capsys, "--model", small, *SHORT)
+    before, now = tmp_path / "before.json", tmp_path / "now.json"
+    record["results"][0]["precision"] = "3-bit"
+    before.write_text(json.dumps(record))
+    assert main(["bench", "--model", small, *SHORT, "--baseline", str(before), "-o", str(now)]) == 2
+    assert len(json.loads(now.read_text())["results"]) == 1
+    printed = capsys.readouterr()
+    assert "nothing that this run measures too" in printed.err
+    assert "small-model, float32 weights" in printed.out
+
+
+def test_a_model_that_fails_does_not_take_the_others_results(small, capsys, tmp_path):
+    config = small_config(vocab_size=4096)
+    broken = write_hub(tmp_path / "broken", random_checkpoint(config), config)
+    (broken / "model.safetensors").write_bytes(b"broken")
+    file = tmp_path / "part.json"
+    assert main(["bench", "--model", small, "--model", str(broken), *SHORT, "-o", str(file)]) != 0
+    record = json.loads(file.read_text())
+    assert [result["model"] for result in record["results"]] == ["small-model"]
+    assert record["interrupted"] is True
+    assert "error" in capsys.readouterr().err
+
+
+def test_footnotes_say_which_result_they_are_about(capsys):
+    slower = run(FakeModel(slowness=(1, 1, 1, 1.5, 2)), trials=3)
+    single = run(FakeModel(), trials=1)
+    measured = [dataclasses.replace(slower, precision=name, batch_size=2) for name in ("float32", "4-bit")] + [single]
+    table.print_results([(result, {}) for result in measured])
+    printed = capsys.readouterr().out
+    assert "median of 1-3 trials after" in printed
+    assert "decode at 8+11 x 2, float32 changed by -" in printed
+    assert "decode at 8+11 x 2, 4-bit changed by -" in printed
+    table.print_results([(single, {})])
+    assert "median of 1 trial after" in capsys.readouterr().out
+
+
+def test_one_generated_token_is_no_decode(small, capsys):
+    assert main(["bench", "--model", small, "-p", "12", "-g", "1", "-n", "1", "--no-limits"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode")]
+    assert line.split() == ["decode", "0", "-", "-", "-", "-", "-"]
 
 
 def test_a_quantised_folder_is_measured_as_it_is(small, tmp_path, capsys):

@@ -71,6 +71,13 @@ def set_at(value, *path):
         (set_at(0, "results", 0, "batch_size"), "results[0].batch_size is 0"),
         (set_at([], "results", 0, "trials"), "results[0].trials is missing or empty"),
         (set_at(None, "results", 0, "trials", 1, "decode_s"), "results[0].trials[1].decode_s is missing"),
+        (set_at(["x"], "results", 0, "variant"), "results[0].variant is ['x']"),
+        (set_at("x", "results", 0, "limits"), "results[0].limits is 'x'"),
+        (set_at({"decode": {}}, "results", 0, "limits"), "results[0].limits.device is missing"),
+        (set_at([1], "results", 0, "prompt_tps_interval"), "results[0].prompt_tps_interval is [1]"),
+        (set_at({"prompt_tps": "x"}, "results", 0, "drift"), "results[0].drift.prompt_tps is 'x'"),
+        (set_at([1], "machine", "gpu_cores"), "machine.gpu_cores is [1]"),
+        (set_at(["x"], "date"), "the record.date is ['x']"),
         (set_at(1e6, "results", 0, "generation_tps"), "generation_tps is 1000000.0, the median of its trials 10"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openelm_mlx.benchmarks.baseline import compare_records
+from openelm_mlx.benchmarks.baseline import check_works, compare_records
 from openelm_mlx.benchmarks.trial_statistics import chance_of_lower, drift, interval
 from openelm_mlx.errors import RecordError
 
@@ -38,10 +38,11 @@ def test_one_value_has_no_interval():
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([100, 80, 60], -0.5),  # fault I8
-        ([60, 80, 100], 0.5),
+        ([100, 80, 60], -0.4),  # fault I8
+        ([60, 80, 100], 40 / 60),
         ([100, 99, 98, 97, 96], None),  # a steady 4 % is no drift
         ([100, 60, 100, 60, 100], None),  # large, without an order
+        ([284, 127, 117], -167 / 284),  # no rate loses more than all
         ([100, 50], None),
         ([], None),
         ([0.0, 0.0, 0.0], None),
@@ -114,5 +115,18 @@ def test_another_machine_or_power_mode_is_no_baseline(machine, words):
 def test_nothing_in_common_is_no_baseline():
     other = record([1, 1, 1])
     other["results"][0]["prompt_tokens"] = 512
-    with pytest.raises(RecordError, match="nothing that this run measured"):
+    with pytest.raises(RecordError, match="nothing that this run measures"):
         compare_records(record([1, 1, 1]), other, "b.json")
+
+
+def test_a_baseline_of_the_first_version_does_not_tell_enough():
+    old = record([1, 1, 1])
+    del old["results"][0]["precision"]
+    with pytest.raises(RecordError, match="version 1, which does not tell the precision"):
+        check_works(old, [{"model": "m"}], "b.json")
+
+
+def test_works_are_told_apart_in_a_verdict():
+    batch = record([1, 1, 1])
+    batch["results"][0]["batch_size"] = 4
+    assert "16+8 x 4 tokens" in compare_records(batch, batch, "b.json")[0].what

@@ -48,7 +48,18 @@ def test_every_length_and_batch_with_and_without_checkpointing(monkeypatch, caps
     check_record(record)
     assert len(record["training"]) == 8
     assert main(["bench", "--train", "-n", "3"]) == 0
-    assert "1 x 512" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "1 x 512" in printed.out
+    assert "no --model given" in printed.err
+
+
+def test_a_record_of_training_names_no_path(monkeypatch, tmp_path, capsys):
+    def fake(model, shape, trials, flags):
+        return train.TrainingResult("m", shape, (10.0,), 10**9)
+
+    monkeypatch.setattr(train, "train", fake)
+    assert main(["bench", "--train", "--model", str(tmp_path), "-n", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["models"] == [tmp_path.name]
 
 
 def test_the_trainers_own_words_tell_of_its_failure(monkeypatch):
