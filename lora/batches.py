@@ -41,17 +41,14 @@ class Batches:
         max_seq_length: int,
         pack: bool = False,
         pad_multiple: int = 32,
-        shuffle: bool = True,
         longest_first: bool = True,
     ) -> None:
-        """shuffle: off means the sequences' own order, in every epoch.
-        longest_first: begin the first epoch with the largest batch, so that too little memory shows at once.
-        """
+        """longest_first: begin the first epoch with the largest batch, so that too little memory shows at once."""
         if batch_size < 1 or pad_multiple < 1:
             raise ValueError(f"batch_size and pad_multiple must be 1 or more, got {batch_size} and {pad_multiple}")
         self._sequences, self._packed = sequences, pack
         self._batch_size, self._seed, self._limit = batch_size, seed, max_seq_length
-        self._pad_multiple, self._shuffle, self._longest_first = pad_multiple, shuffle, longest_first
+        self._pad_multiple, self._longest_first = pad_multiple, longest_first
         lengths = [len(sequence) for sequence in sequences]
         if lengths and max(lengths) > max_seq_length:
             raise ValueError(f"a sequence has {max(lengths)} tokens, more than max_seq_length {max_seq_length}")
@@ -59,6 +56,11 @@ class Batches:
         self._lengths = np.array([sum(lengths[i] for i in row) for row in self._rows], dtype=np.int64)
         self.epoch_tokens = sum(sequence.targets for sequence in sequences)  # counted targets
         self._order = lru_cache(maxsize=2)(self._ordered)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch: as many as asked for, where there are so many."""
+        return min(self._batch_size, len(self._rows))
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -74,8 +76,6 @@ class Batches:
     def _ordered(self, epoch: int) -> list[np.ndarray]:
         """The rows of each batch of an epoch."""
         size, count = self._batch_size, len(self._rows)
-        if not self._shuffle:
-            return [np.arange(i, min(i + size, count)) for i in range(0, count, size)]
         # Raw bits, as numpy promises their sequence for ever and that of its shuffle not.
         draws = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
         order = np.argsort(draws.random_raw(count), kind="stable")

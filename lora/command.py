@@ -23,8 +23,10 @@ __all__ = ["add_arguments", "run"]
 # What may change when a run goes on: nothing of this changes what an update computes.
 _FREE = (
     "iters", "epochs", "save_every", "steps_per_eval", "steps_per_report", "val_batches", "test", "test_batches",
-    "early_stopping", "report_to", "project_name", "clear_cache_threshold", "train", "offline", "adapter_path", "data",
+    "early_stopping", "report_to", "project_name", "clear_cache_threshold", "train", "offline", "adapter_path",
+    "data", "model", "tokenizer", "revision",  # may have moved; they are known by their fingerprints
 )  # fmt: skip
+_ADAPTERS_ONLY = ("keys", "rank", "scale", "alpha", "rslora", "dropout")  # flags that "full" has no use for
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,10 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         _print(job.dry_run(settings), as_json=args.json)
         return 0
-    if args.plot:
-        from .log import check_plot
-
-        check_plot(Path(args.plot))
+    _check_outputs(args, settings)
     result: dict[str, Any] = {}
     if settings.trains:
         result |= job.train_adapters(settings, record, force=args.force)
@@ -61,10 +60,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_outputs(args: argparse.Namespace, settings: "Settings") -> None:
+    """Raise, before hours of work and before earlier adapters are replaced, for what would fail after it."""
+    from .data_sources import check_test_data
+    from .report import service_modules
+
+    if args.plot:
+        from .log import LOG_NAME, check_plot
+
+        check_plot(Path(args.plot))
+        if not settings.trains and not (Path(settings.adapter_path) / LOG_NAME).is_file():
+            raise ConfigError(f"--plot draws the log of a run, and {settings.adapter_path} has no {LOG_NAME}")
+    if settings.trains:
+        service_modules(settings.report_to)
+    if settings.test:
+        check_test_data(settings.data, trained=settings.trains)
+
+
 def _settings(args: argparse.Namespace) -> "tuple[Settings, dict[str, Any] | None]":
     """The settings, and with --resume the record of the run that goes on."""
     if not args.resume:
-        return read_settings(args), None
+        settings = read_settings(args)
+        ignored = [f"--{name.replace('_', '-')}" for name in _ADAPTERS_ONLY if getattr(args, name) is not None]
+        if ignored and settings.fine_tune_type == "full":
+            raise ConfigError(f"{', '.join(ignored)} would be ignored: with fine_tune_type full there are no adapters")
+        return settings, None
     if args.force:
         raise ConfigError("--resume goes on with a run and --force replaces it: choose one")
     if args.resume_adapter_file:

@@ -62,6 +62,18 @@ def find_sources(settings: DataSettings, splits: Collection[str]) -> Sources:
     return Sources(named_splits(settings, splits, columns))
 
 
+def check_test_data(settings: DataSettings, *, trained: bool) -> None:
+    """Raise DataError when files that are named hold nothing to test on; `trained`: all but test rows are trained on.
+
+    A Hub dataset is not asked here, which would take as long as reading it.
+    """
+    path = expand_home(settings.data) if settings.data is not None else None
+    if path is not None and path.is_dir():
+        find_sources(settings, ("test",))
+    elif path is not None and path.exists() and trained:
+        raise DataError(f"{path} is one file, and its rows are trained on: to test too, name a folder with test.jsonl")
+
+
 def _source(file: Path, columns: Columns) -> Source:
     return Source(file.name, read_rows(file), columns)
 

@@ -1,7 +1,6 @@
 """The jobs of `openelm lora`, put together from model, data and trainer: train, test, dry run, show a batch."""
 
 import math
-import zlib
 from collections.abc import Sequence as Several
 from functools import partial
 from pathlib import Path
@@ -16,14 +15,16 @@ from ..adapter_config import AdapterSpec
 from ..adapters import adapter_weights, add_adapters, load_adapters
 from ..config_keys import listing
 from ..device import wired_limit
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, OpenELMError
 from ..model import Model
 from ..safetensors_file import read_header
 from ..tokenizer import Tokenizer
 from .batches import Batches
 from .chat_form import folder_format
+from .data_summary import count_of
 from .datasets import Datasets, load_datasets
 from .estimate import estimate
+from .fingerprints import data_fingerprint, model_fingerprint
 from .folder import AdapterFolder, check_folder
 from .interrupt import asked_to_stop
 from .log import LogFile
@@ -31,7 +32,7 @@ from .optimizers import make_optimizer
 from .parallel import rank
 from .progress import counting
 from .report import Lines, services, tell
-from .schedule import make_schedule
+from .schedule import make_schedule, warmup_updates
 from .sequences import Sequence
 from .settings import Settings
 from .show_batch import show_batch
@@ -46,7 +47,17 @@ def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: 
     folder = Path(settings.adapter_path)
     if record is None and rank() == 0:
         check_folder(folder, force=force)
-    model, tokenizer = load_model(settings)
+    try:
+        model, tokenizer = load_model(settings)
+    except OpenELMError as error:
+        if record is None:
+            raise
+        raise type(error)(f"{error}; if the run's model has moved, name it with --model") from None
+    base = model_fingerprint(model)
+    if record is not None and record["model"] != base:
+        raise ConfigError(
+            f"{settings.model or 'tiny'} is not the model that the run began with: name that with --model"
+        )
     spec, targets = prepare(model, settings)
     if settings.resume_adapter_file:
         load_weights(model, Path(settings.resume_adapter_file))
@@ -62,13 +73,12 @@ def train_adapters(settings: Settings, record: dict[str, Any] | None, *, force: 
     schedule = make_schedule(settings.lr_schedule, settings.learning_rate, updates)
     optimizer = make_optimizer(settings.optimizer, settings.optimizer_config, schedule(0))
     optimizer.init(model.trainable_parameters())
-    new_record = {"settings": settings.to_dict(), "schedule_updates": updates, "data": fingerprint}
+    new_record = {"settings": settings.to_dict(), "schedule_updates": updates, "data": fingerprint, "model": base}
     writer = AdapterFolder(folder, model, optimizer, spec, new_record)
     progress = Progress() if record is None else restore(folder, model, optimizer)
     if record is None and rank() == 0:
         writer.begin()
-    started = _start_line(settings, iterations, len(batches), progress)
-    tell(started)
+    _tell_start(settings, iterations, batches, progress)
     run = Run(model, optimizer, schedule, batches, settings, iterations, progress)
     return _run(run, writer, data, settings)
 
@@ -99,6 +109,11 @@ def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) ->
         raise KeyboardInterrupt
     if outcome == "stopped early":
         tell(f"stopped at iteration {progress.iteration}: {progress.without_gain} validations without a gain")
+    if progress.untrained_loss is not None and (progress.best_loss or 0) > progress.untrained_loss:
+        tell(
+            f"no validation was better than that of the model itself, {progress.untrained_loss:.4f}: a lower learning "
+            "rate may help"
+        )
     other = writes and writer.finish(progress)
     kept = progress.best_iteration if other else progress.iteration
     if other:
@@ -115,7 +130,7 @@ def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) ->
 
 
 def _validation(run: Run, sequences: list[Sequence], watchdog: Watchdog) -> float | None:
-    batches = make_batches(sequences, run.settings, run.model, shuffle=False)
+    batches = make_batches(sequences, run.settings, run.model, training=False)
     count = run.settings.val_batches
     shown = len(batches) if count == -1 else min(count, len(batches))
     with counting("validation", shown) as bar:
@@ -133,7 +148,7 @@ def test_adapters(settings: Settings) -> dict[str, Any]:
     if settings.adapter_path:
         load_adapters(model, Path(settings.adapter_path))
     data = load_data(settings, model, tokenizer, splits=("test",))
-    batches = make_batches(data.test, settings, model, shuffle=False)
+    batches = make_batches(data.test, settings, model, training=False)
     with counting("test", len(batches)) as tick:
         loss = evaluate(model, batches, settings.test_batches, interrupted=lambda: False, tick=tick)
     assert loss is not None
@@ -159,7 +174,7 @@ def dry_run(settings: Settings) -> dict[str, Any]:
     iterations = total_iterations(settings, len(batches))
     updates = iterations // settings.grad_accumulation_steps
     schedule = make_schedule(settings.lr_schedule, settings.learning_rate, updates)
-    tell(_start_line(settings, iterations, len(batches), Progress()))
+    _tell_start(settings, iterations, batches, Progress())
     largest = max((batches.batch(i).tokens.shape for i in range(len(batches))), key=math.prod)
     memory = estimate(model, spec, settings, *largest)
     return {
@@ -230,19 +245,23 @@ def load_data(
     limit = model.config.max_context_length
     data = load_datasets(settings.data, tokenizer, splits=splits, max_context=limit, chat_format=form, notify=tell)
     if 0 < len(data.train) < settings.batch_size and not settings.data.pack:
-        tell(f"train: {len(data.train)} in every batch: there are no {settings.batch_size} for --batch-size")
+        rows = count_of(len(data.train), "row")
+        tell(f"train: {rows} in every batch, as there are no {settings.batch_size} for --batch-size")
     return data
 
 
-def make_batches(sequences: Several[Sequence], settings: Settings, model: Model, *, shuffle: bool = True) -> Batches:
-    """Training's batches, or with `shuffle` off those of an evaluation: the rows in their own order."""
+def make_batches(sequences: Several[Sequence], settings: Settings, model: Model, *, training: bool = True) -> Batches:
+    """Training's batches, or those of an evaluation: drawn once from all rows, whatever the seed of the run.
+
+    So a few of them are like all, and runs with different seeds are measured on the same rows.
+    """
     return Batches(
         sequences,
         batch_size=settings.batch_size,
-        seed=settings.seed,
+        seed=settings.seed if training else 0,
         max_seq_length=min(settings.data.max_seq_length, model.config.max_context_length),
         pack=settings.data.pack,
-        shuffle=shuffle,
+        longest_first=training,
     )
 
 
@@ -255,21 +274,21 @@ def total_iterations(settings: Settings, per_epoch: int) -> int:
     return whole
 
 
-def data_fingerprint(sequences: Several[Sequence]) -> str:
-    """Changes when a token or a mark of the training data does."""
-    checksum = 0
-    for sequence in sequences:
-        checksum = zlib.crc32(sequence.counted.tobytes(), zlib.crc32(sequence.tokens.tobytes(), checksum))
-    return f"{len(sequences)}:{checksum:08x}"
-
-
-def _start_line(settings: Settings, iterations: int, per_epoch: int, progress: Progress) -> str:
+def _tell_start(settings: Settings, iterations: int, batches: Batches, progress: Progress) -> None:
+    """How long the run is, and what will not be as it was asked for."""
+    if progress.iteration >= iterations:
+        done = count_of(progress.iteration, "iteration")
+        tell(f"nothing to go on with: {done} of {iterations} are done; name more with --iters or --epochs")
+        return
     begun = f"going on at iteration {progress.iteration} of" if progress.iteration else "training for"
     updates = iterations // settings.grad_accumulation_steps
-    return (
-        f"{begun} {iterations} iterations of {settings.batch_size} rows, {updates} updates, "
-        f"{iterations / per_epoch:.2f} epochs"
+    tell(
+        f"{begun} {count_of(iterations, 'iteration')} of {count_of(batches.rows, 'row')}, "
+        f"{count_of(updates, 'update')}, {iterations / len(batches):.2f} epochs"
     )
+    warmup = warmup_updates(settings.lr_schedule, updates)
+    if warmup >= updates:
+        tell(f"the warm-up takes {count_of(warmup, 'update')}: the run ends before the learning rate is reached")
 
 
 def _wired_bytes(model: nn.Module) -> int:

@@ -77,13 +77,18 @@ class Service(TrainingCallback):
                          step=val_info["iteration"])  # fmt: skip
 
 
-def services(report_to: str | None, project: str | None, folder: Path, settings: Mapping[str, Any]) -> list[Service]:
-    """The services named, separated by commas, each with its run begun. Raises ConfigError for unknown ones."""
+def service_modules(report_to: str | None) -> dict[str, Any]:
+    """The packages of the services named, no run begun. Raises ConfigError for what is unknown or not installed."""
     names = [name.strip().lower() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in SERVICES:
             raise ConfigError(f"--report-to knows {', '.join(SERVICES)}, got {name}")
-    modules = {name: _imported(name) for name in names}
+    return {name: _imported(name) for name in names}
+
+
+def services(report_to: str | None, project: str | None, folder: Path, settings: Mapping[str, Any]) -> list[Service]:
+    """The services named, separated by commas, each with its run begun. Raises ConfigError for unknown ones."""
+    modules = service_modules(report_to)
     for name, module in modules.items():
         if name == "wandb":
             module.init(project=project, name=folder.name, dir=str(folder), config=dict(settings))

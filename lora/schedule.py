@@ -39,19 +39,24 @@ def make_schedule(settings: Mapping[str, Any] | None, learning_rate: float, upda
     name = settings.get("name", "constant")
     if name not in ARGUMENTS:
         raise ConfigError(f"lr_schedule name must be one of {', '.join(NAMES)}, got {short(name)}")
-    warmup = _number(settings, "warmup")
-    warmup_updates = round(warmup * updates) if warmup < 1 else int(warmup)
+    length = warmup_updates(settings, updates)
     start = _number(settings, "warmup_init")
     given = _arguments(name, settings.get("arguments"))
     peak = given.get("peak", learning_rate)
-    decay = _decay(name, peak, {"updates": max(1, updates - warmup_updates), "end": 0.0, **given})
+    decay = _decay(name, peak, {"updates": max(1, updates - length), "end": 0.0, **given})
 
     def schedule(update: int) -> float:
-        if update < warmup_updates:
-            return start + (peak - start) * update / warmup_updates
-        return decay(update - warmup_updates)
+        if update < length:
+            return start + (peak - start) * update / length
+        return decay(update - length)
 
     return schedule
+
+
+def warmup_updates(settings: Mapping[str, Any] | None, updates: int) -> int:
+    """Length of the warm-up in a run of so many updates."""
+    warmup = _number(settings or {}, "warmup")
+    return round(warmup * updates) if warmup < 1 else int(warmup)
 
 
 def _decay(name: str, peak: float, arguments: Mapping[str, float]) -> Schedule:

@@ -17,6 +17,7 @@ from .data_settings import DataSettings
 OPTIMIZERS = ("adam", "adamw", "sgd", "adafactor", "muon")
 _DEFAULT_SCALE = 20.0
 _DEFAULT_RANK = 8
+_PARAMETERS = ("rank", "scale", "alpha", "dropout", "keys", "rslora", "input_embedding")  # of lora_parameters
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,21 @@ class Settings:
             parameters["scale"] = _DEFAULT_SCALE
         if parameters.get("rank") is None:
             parameters["rank"] = _DEFAULT_RANK
-        faults: list[str] = []
+        faults = [f"unknown key {short(key)}" for key in parameters if key not in _PARAMETERS]
+        if faults:
+            faults.append(f"known are {', '.join(_PARAMETERS)}")
+        if parameters.get("rslora") and parameters.get("alpha") is None:
+            faults.append("rslora divides alpha by the root of the rank: give alpha, not scale")
         read = read_lora_parameters(parameters, faults)
+        if read["scale"] == 0:
+            faults.append("scale and alpha must not be 0, which would learn nothing")
         if faults:
             raise ConfigError(f"lora_parameters: {listing(faults)}")
+        base = self.model or "tiny"
         if self.fine_tune_type == "full":
             whole = ("transformer.token_embeddings",) if self.embedding == "both" else ()
-            return AdapterSpec(self.num_layers, "full", keys=(*whole, *self._whole_modules()), base_model=self.model)
-        spec = AdapterSpec(self.num_layers, self.fine_tune_type, **read, base_model=self.model)
+            return AdapterSpec(self.num_layers, "full", keys=(*whole, *self._whole_modules()), base_model=base)
+        spec = AdapterSpec(self.num_layers, self.fine_tune_type, **read, base_model=base)
         return spec if self.embedding == "none" else spec.with_embedding(self.embedding)
 
     def _whole_modules(self) -> tuple[str, ...]:
@@ -130,6 +138,8 @@ class Settings:
         for name in ("val_batches", "test_batches"):
             if getattr(self, name) < -1:
                 faults.append(f"{name} must be -1 (all) or more, got {getattr(self, name)}")
+        if self.test_batches == 0:
+            faults.append("test_batches must be -1 (all) or 1 or more, got 0; leave out --test to test nothing")
         if self.seed >= 2**24:
             faults.append(f"seed must be below {2**24}, got {self.seed}")
         if faults:

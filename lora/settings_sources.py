@@ -82,6 +82,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _check_names(raw: Mapping[Any, Any], known: tuple[str, ...], where: str) -> None:
     for key in raw:
+        if key not in known and key in _INSIDE:
+            section, entry = _INSIDE[key]
+            raise ConfigError(f"{where}: {key} is an entry of {section}, under the name {entry}")
         if key not in known:
             near = get_close_matches(str(key), known, n=3, cutoff=0.5)
             raise ConfigError(
@@ -100,6 +103,10 @@ def _recipe(name: str) -> dict[str, Any]:
 
 def _lay_over(values: dict[str, Any], above: Mapping[str, Any]) -> None:
     """Put `above` over `values`; of `lora_parameters` and `lr_schedule` entry by entry, so that a flag changes one."""
+    if above.get("iters") is not None and above.get("epochs") is not None:
+        raise ConfigError(
+            f"iters {short(above['iters'])} and epochs {short(above['epochs'])} exclude each other: drop one"
+        )
     for key, value in above.items():
         if value is None:
             continue

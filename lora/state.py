@@ -35,6 +35,7 @@ class Progress:
     trained_tokens: int = 0  # targets seen
     best_loss: float | None = None  # the lowest on the validation data
     best_iteration: int | None = None
+    untrained_loss: float | None = None  # on the validation data, before the first update
     without_gain: int = 0  # validations since then
     seconds: float = 0.0  # spent in updates
 

@@ -133,6 +133,8 @@ def check_step(run: Run, loss: float, targets: int, norm: float, learning_rate: 
         reason = "the loss is exactly 0, which no text gives: the logits are broken"
     elif norm != norm or norm == float("inf"):
         reason = f"the loss is {loss / targets:.4g}, but the gradient is {norm}"
+    elif norm == 0:
+        reason = f"the loss is {loss / targets:.4g}, but the gradient is exactly 0: nothing can be learned any more"
     else:
         return
     rows = [name for batch in window for name in batch.rows]
@@ -179,7 +181,9 @@ def _evaluate(run: Run, *, first: bool = False) -> None:
     loss = run.validate()
     if loss is None:
         return
-    if not first and run.progress.note_validation(loss):
+    if first:
+        run.progress.untrained_loss = loss
+    elif run.progress.note_validation(loss):
         run.save_best()
     report = {
         "iteration": run.progress.iteration,

@@ -1,13 +1,17 @@
 """Batches: each row once an epoch, an order that is a function of seed and epoch, padding that never counts."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from chats import TINY
 from hypothesis import given
 from hypothesis import strategies as st
+from tuning import settings
 
 from openelm_mlx.lora.batches import Batches
+from openelm_mlx.lora.job import make_batches
 from openelm_mlx.lora.packing import pack
 from openelm_mlx.lora.sequences import Sequence
 from openelm_mlx.lora.show_batch import show_batch
@@ -102,9 +106,17 @@ def test_rows_of_a_batch_have_nearly_one_length():
     assert filled / cells > 0.7
 
 
-def test_validation_keeps_the_rows_order():
-    batches = batches_of([9, 5, 30, 7, 3], 2, shuffle=False)
-    assert names(epoch_of(batches)) == names(epoch_of(batches, 3)) == ["r0", "r1", "r2", "r3", "r4"]
+def test_an_evaluation_of_some_batches_is_drawn_from_all_rows_and_not_from_the_seed():
+    model = SimpleNamespace(config=SimpleNamespace(max_context_length=LIMIT))
+    sequences = rows_of([3 + i // 10 for i in range(100)])
+    drawn = []
+    for seed in (0, 7):
+        chosen = settings(batch_size=4, seed=seed, max_seq_length=LIMIT)
+        batches = make_batches(sequences, chosen, model, training=False)
+        drawn.append([name for i in range(5) for name in batches.batch(i).rows])
+    assert drawn[0] == drawn[1]
+    numbers = [int(name[1:]) for name in drawn[0]]
+    assert 30 < np.mean(numbers) < 70  # the first rows of the file alone: 10
 
 
 def test_padding_is_known_by_its_place():

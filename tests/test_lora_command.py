@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,67 @@ def test_refusals_are_one_line_and_leave_nothing(folder, tmp_path, capsys, monke
     assert not (tmp_path / "adapters" / "adapters.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (("--report-to", "nobody"), "knows wandb, swanlab"),
+        (("--data", "{train}", "--train", "--test"), "one file, and its rows are trained on"),
+        (("--data", "{untested}", "--train", "--test"), "has no test.jsonl"),
+        (("--test-batches", 0), "leave out --test"),
+        (("--iters", 3, "--epochs", 1), "exclude each other"),
+        (("--rslora",), "give alpha"),
+        (("--scale", 0), "would learn nothing"),
+        (("--fine-tune-type", "full", "--keys", "attn.qkv_proj"), "--keys would be ignored"),
+    ],
+)
+def test_what_is_refused_is_refused_before_an_earlier_run_is_replaced(folder, tmp_path, capsys, flags, match):
+    out = tmp_path / "adapters"
+    out.mkdir()
+    (out / "adapters.safetensors").write_bytes(b"earlier")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text(json.dumps({"text": SENTENCES[0]}))
+    places = {"{train}": tmp_path / "rows" / "train.jsonl", "{untested}": tmp_path / "rows"}
+    quick = ("--batch-size", 2, "--force", *(places.get(flag, flag) for flag in flags))
+    status, stdout, err = openelm(capsys, *arguments(folder, out, *quick))
+    assert (status, stdout) == (2, "")
+    assert match in err.splitlines()[-1]
+    assert (out / "adapters.safetensors").read_bytes() == b"earlier"
+
+
+def test_a_plot_without_a_run_is_refused(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    given = arguments(folder, tmp_path / "none", "--test", "--plot", tmp_path / "loss.png")
+    status, _, err = openelm(capsys, *given)
+    assert (status, len(err.splitlines()), "has no training_log.jsonl" in err) == (2, 1, True)
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_run_whose_model_has_moved_goes_on_and_one_of_another_model_does_not(folder, tmp_path, capsys):
+    out, moved = tmp_path / "adapters", tmp_path / "moved"
+    shutil.copytree(folder / "model", tmp_path / "model")
+    quick = (*QUICK, "--model", tmp_path / "model", "--iters", 1, "--val-batches", 0)
+    assert openelm(capsys, *arguments(folder, out, *quick))[0] == 0
+    (tmp_path / "model").rename(moved)
+    resume = ("lora", "--resume", "--adapter-path", str(out), "--iters", "2")
+    status, _, err = openelm(capsys, *resume)
+    assert (status, "has moved, name it with --model" in err) == (2, True)
+    assert openelm(capsys, *resume, "--model", str(moved))[0] == 0
+    write_small_folder(tmp_path / "other", seed=9)
+    status, _, err = openelm(capsys, *resume, "--model", str(tmp_path / "other"))
+    assert (status, "is not the model that the run began with" in err) == (2, True)
+    status, _, err = openelm(capsys, *resume, "--model", str(moved))
+    assert (status, "nothing to go on with: 2 iterations of 2 are done" in err) == (0, True)
+
+
+def test_what_goes_other_than_asked_is_told(folder, tmp_path, capsys):
+    more = ("--iters", 1, "--batch-size", 1, "--warmup", 3, "--warmup-init", 100, "--num-layers", 1)
+    status, _, err = openelm(capsys, *arguments(folder, tmp_path / "a", *more))
+    assert status == 0, err
+    assert "training for 1 iteration of 1 row, 1 update," in err
+    assert "the warm-up takes 3 updates: the run ends before" in err
+    assert "no validation was better than that of the model itself" in err
+
+
 def test_few_rows_and_no_validation(folder, tmp_path, capsys):
     # faults E2, E4
     (tmp_path / "one").mkdir()
@@ -259,7 +321,8 @@ def test_a_quantised_base_is_trained_as_it_is(folder, tmp_path, capsys):
     assert status == 0, err
     losses = [entry["val_loss"] for entry in read_log(tmp_path / "a") if "val_loss" in entry]
     assert losses[-1] < losses[0]
-    status, _, err = openelm(capsys, *arguments(folder, tmp_path / "b", *quick, "--fine-tune-type", "full"))
+    whole = ("--model", packed, "--keep-quantized", "--fine-tune-type", "full")
+    status, _, err = openelm(capsys, *arguments(folder, tmp_path / "b", *whole))
     assert (status, "is quantized, and whole weights need plain ones" in err) == (2, True)
 
 

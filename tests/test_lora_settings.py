@@ -79,6 +79,13 @@ class TestSources:
         with pytest.raises(ConfigError, match=r"q_proj.*attn\.out_proj, attn\.qkv_proj, ffn\.proj_1, ffn\.proj_2"):
             prepare(Model(OpenELMConfig.from_name("270M")), found)
 
+    def test_a_key_inside_lora_parameters_is_checked_too(self, tmp_path):
+        found = read(tmp_path, yaml="data: rows\nlora_parameters: {rank: 4, scael: 2.0}\n")
+        with pytest.raises(ConfigError, match="lora_parameters: unknown key 'scael'; known are rank, scale, alpha"):
+            found.adapter_spec()
+        with pytest.raises(ConfigError, match="rank is an entry of lora_parameters"):
+            read(tmp_path, yaml="data: rows\nrank: 4\n")
+
     def test_a_misspelt_key_names_the_nearest(self, tmp_path):
         with pytest.raises(ConfigError, match="unknown key 'learning_rte'; did you mean learning_rate"):
             read(tmp_path, yaml="data: rows\nlearning_rte: 1e-4\n")

@@ -160,6 +160,11 @@ class TestStops:
         # fault A2
         self.failed(new_run(settings(), OneBatch(rows([12], masked=12)), 4), "no target counts.*rows:1")
 
+    def test_a_gradient_of_exactly_zero(self):
+        model = model_for(settings())
+        model.transformer.norm.weight = mx.zeros_like(model.transformer.norm.weight)
+        self.failed(new_run(settings(), OneBatch(rows([12])), 4, model), "the gradient is exactly 0: nothing can")
+
     def test_a_loss_of_exactly_zero(self):
         model = model_for(settings(), vocab_size=96)
         model.transformer.norm.weight = mx.zeros_like(model.transformer.norm.weight)
@@ -192,9 +197,7 @@ class TestValidation:
             evaluate(model, OneBatch([row]), 1, interrupted=lambda: False, tick=lambda count: None) for row in uneven
         ]
         ticks = []
-        loss = evaluate(
-            model, batches(chosen, (3, 14, 5), shuffle=False), -1, interrupted=lambda: False, tick=ticks.append
-        )
+        loss = evaluate(model, batches(chosen, (3, 14, 5)), -1, interrupted=lambda: False, tick=ticks.append)
         weights = [2, 13, 4]
         assert loss == pytest.approx(sum(w * s for w, s in zip(weights, single, strict=True)) / 19, rel=1e-5)
         assert ticks == [1, 1]

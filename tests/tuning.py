@@ -108,7 +108,7 @@ def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: f
     )
 
 
-def write_small_folder(folder: Path, **config: Any) -> Path:
+def write_small_folder(folder: Path, seed: int = 3, **config: Any) -> Path:
     """A model folder that loads in an instant, with the bundled tokenizer's 4,096 pieces."""
     raw = small_config(**{**SMALL, "vocab_size": 4096, **config})
-    return write_hub(folder, random_checkpoint(raw, seed=3), raw)
+    return write_hub(folder, random_checkpoint(raw, seed=seed), raw)
