@@ -7,9 +7,10 @@ FOLDER-8bit from one read.
 """
 
 import argparse
+import json
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError, ConfigError
 from .migration import add_foreign_arguments, refuse_foreign
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--upload-repo", metavar="HUB_ID", help="send the folder to this Hub repository, with a card")
     parser.add_argument("--upload-private", action="store_true", help="make a new repository private")
     parser.add_argument("--upload-dry-run", action="store_true", help="show what would be sent, and send nothing")
+    parser.add_argument("--json", action="store_true", help="what was made as JSON on the last line")
     add_foreign_arguments(parser)
 
 
@@ -145,6 +147,8 @@ def _convert_model(source: str, args: argparse.Namespace) -> int:
     if args.adapter_path is not None:
         model += f" --adapter-path {shlex.quote(args.adapter_path)}"
     print(f"next: openelm generate --model {model} --prompt 'Once upon a time'", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"models": [_facts(summary) for summary in summaries], "adapter_path": args.adapter_path}))
     return 0
 
 
@@ -164,6 +168,23 @@ def _refuse_unused(args: argparse.Namespace) -> None:
     for flag in ("upload_private", "upload_dry_run"):
         if getattr(args, flag) and args.upload_repo is None:
             raise ConfigError(f"--{flag.replace('_', '-')} needs --upload-repo HUB_ID")
+
+
+def _facts(summary: "ConversionSummary") -> dict[str, Any]:
+    """What was made, ready for JSON."""
+    return {
+        "path": str(summary.path),
+        "parameters": summary.parameters,
+        "bits_per_weight": round(summary.bits_per_weight, 3),
+        "bytes": summary.nbytes,
+        "dtype": summary.dtype,
+        "quantization": summary.quantization.to_config() if summary.quantization else None,
+        "instruct": summary.instruct,
+        "kl_to_source": summary.measured.kl if summary.measured else None,
+        "uploaded": summary.uploaded,
+        "notes": list(summary.notes),
+        "seconds": round(summary.seconds, 3),
+    }
 
 
 def _sentence(summary: "ConversionSummary") -> str:

@@ -33,9 +33,9 @@ def convert_adapter(folder: Path, args: argparse.Namespace) -> int:
     """Make the adapter folder `args.mlx_path`, then say what it is and how to use it."""
     unused = [flag for flag in _FOR_MODELS if getattr(args, flag, None) not in (None, False, [])]
     if unused:
-        flag = unused[0].replace("_", "-")
+        flag = "a further SOURCE" if unused[0] == "more" else f"--{unused[0].replace('_', '-')}"
         raise ConfigError(
-            f"--{flag} is for models, and {folder} is a PEFT adapter: leave it out (numbers stay as they are)"
+            f"{flag} is for models, and {folder} is a PEFT adapter: leave it out (numbers stay as they are)"
         )
     from .peft_import import import_peft
 
@@ -44,6 +44,8 @@ def convert_adapter(folder: Path, args: argparse.Namespace) -> int:
     print(f"{args.mlx_path}: {_sentence(facts)}")
     base = shlex.quote(facts["base_model"] or "BASE_MODEL")
     print(f"next: openelm generate --model {base} --adapter-path {shlex.quote(args.mlx_path)}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(facts | {"path": args.mlx_path, "format": "mlx-lm"}))
     return 0
 
 

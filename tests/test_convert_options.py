@@ -177,8 +177,10 @@ class TestFromTheHub:
         assert main(["convert", "me/peft", "-o", "refused", "-q"]) == 2
         assert "is for models" in capsys.readouterr().err
         assert not Path("refused").exists()
-        assert main(["convert", "me/peft", "--revision", "main", "-o", "adapter"]) == 0
-        assert "LoRA, rank 2, scale 2" in capsys.readouterr().out
+        assert main(["convert", "me/peft", "--revision", "main", "-o", "adapter", "--json"]) == 0
+        shown = capsys.readouterr().out
+        assert "LoRA, rank 2, scale 2" in shown
+        assert json.loads(shown.splitlines()[-1])["path"] == "adapter"
         assert sorted(path.name for path in Path("adapter").iterdir()) == [
             "adapter_config.json",
             "adapters.safetensors",
@@ -344,6 +346,18 @@ class TestMigration:
         assert "--input-checkpoint" not in capsys.readouterr().out
 
 
+class TestJson:
+    def test_one_object_is_the_last_line(self, capsys, tmp_path):
+        arguments = ["--q-bits", "4", "--q-bits", "8", "-q", "--measure", "--json"]
+        assert main(["convert", "tiny", "-o", str(tmp_path / "made"), *arguments]) == 0
+        facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert [Path(one["path"]).name for one in facts["models"]] == ["made-4bit", "made-8bit"]
+        assert facts["models"][0]["kl_to_source"] > facts["models"][1]["kl_to_source"] > 0
+        assert facts["models"][0]["quantization"]["bits"] == 4
+        sizes = [(Path(one["path"]) / "model.safetensors").stat().st_size for one in facts["models"]]
+        assert all(0 < size - one["bytes"] < 2**16 for size, one in zip(sizes, facts["models"], strict=True))
+
+
 class TestTargetIsSource:  # fault C1
     @pytest.mark.parametrize(
         "command",
@@ -390,6 +404,7 @@ class TestWrongWords:
             ("export tiny --to peft -o x", "no adapter folder tiny; expected one with"),
             ("fuse --model tiny --adapter-path empty", "no adapter folder empty; expected one with"),
             ("convert peft -o x --upload-dry-run", "--upload-dry-run is for models"),
+            ("convert peft tiny -o x", "a further SOURCE is for models"),
         ],
     )
     def test_one_line(self, command, words, capsys, tmp_path, monkeypatch):
