@@ -3,18 +3,19 @@
 import argparse
 import json
 import re
+from pathlib import Path
 
 import pytest
 from artefacts import tiny_config
 
 from openelm_mlx.benchmarks import quantization
-from openelm_mlx.benchmarks.quantization import GROUPS, PAGE
+from openelm_mlx.benchmarks.quantization import GROUPS
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert.command import add_arguments
 from openelm_mlx.convert.packing import Packing
 from openelm_mlx.memory import weight_bytes
 
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = (Path(__file__).parent.parent / "docs" / "quantization.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`]*)` \| ([\d.]+) \| ([\d,]+) \| [\d.]+ \| [\d.]+ \|$", TEXT, re.MULTILINE)
 
 
