@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config_keys import counted
 from ..errors import CheckpointError, ConfigError
 from ..hub import resolve_model
 from ..quantize import matrices
@@ -72,7 +73,9 @@ def check_adapter(source: Source, options: "Options") -> None:
     if source.adapter is not None and not asked:
         facts = source.adapter
         name = {"lora": "LoRA", "dora": "DoRA"}[facts.kind]
-        where = f"{len(facts.parts)} matrices" + (", the input embedding among them" if facts.embedding else "")
+        where = counted(len(facts.parts), "matrix", "matrices") + (
+            ", the input embedding among them" if facts.embedding else ""
+        )
         raise CheckpointError(
             f"{source.path} is a whole model with a {name} adapter (rank {facts.rank}, on {where}): choose --fuse "
             "to merge it, --fuse --tie to merge it without the embedding's part, or --adapter-path DIR to split it"

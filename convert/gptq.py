@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..config import OpenELMConfig
+from ..config_keys import counted
 from ..device import available_memory_bytes
 from ..errors import CheckpointError, ConfigError, OutputError, RunFailedError
 from ..home import expand_home
@@ -91,7 +92,9 @@ def calibration_windows(text: Path | None, tokenizer: Path, config: OpenELMConfi
     length = min(_WINDOW, config.max_context_length)
     count = len(ids) // length
     if count == 0:
-        raise CheckpointError(f"the calibration text {file} has {len(ids)} tokens, expected at least {length}")
+        raise CheckpointError(
+            f"the calibration text {file} has {counted(len(ids), 'token')}, expected at least {length}"
+        )
     windows = np.array(ids[: count * length]).reshape(count, length)
     chosen = np.random.default_rng(seed).permutation(count)[:_WINDOWS]
     return windows[np.sort(chosen)]

@@ -123,12 +123,14 @@ def _print_table(name: str, source: "Source") -> None:
 
 def _contents(facts: Mapping[str, Any]) -> list[str]:
     """What else is in the file (an adapter, the state of a training), and who loads it."""
+    from ..config_keys import counted
+
     lines, adapter, training = [], facts["adapter"], facts["training"]
     if adapter:
         kind = {"lora": "LoRA", "dora": "DoRA"}[adapter["kind"]]
         lines.append(
             f"{kind} adapter, rank {adapter['rank']}, scale {adapter['scale']:g}, {adapter['parameters']:,} parameters "
-            f"on {adapter['modules']} matrices"
+            f"on {counted(adapter['modules'], 'matrix', 'matrices')}"
             + (", the input embedding among them" if adapter["input_embedding"] else "")
         )
     if training:

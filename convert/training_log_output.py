@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from ..atomic_file import check_file_target, new_file
+from ..config_keys import counted
 from ..errors import ConfigError, OutputError
 from ..home import expand_home
 from .training_log import TrainingLog, read_log
@@ -29,8 +30,9 @@ def sentence(log: TrainingLog, name: str) -> str:
     facts = log.describe()
     lines = [
         f"{name} (CoreNet training log)",
-        f"{facts['iterations']:,} of {facts['planned_iterations']:,} iterations in {_count(facts['epochs'], 'epoch')}, "
-        f"{facts['points']} logged" + (f", {_count(facts['restarts'], 'restart')}" if facts["restarts"] else ""),
+        f"{facts['iterations']:,} of {facts['planned_iterations']:,} iterations in "
+        f"{counted(facts['epochs'], 'epoch')}, {facts['points']} logged"
+        + (f", {counted(facts['restarts'], 'restart')}" if facts["restarts"] else ""),
         f"loss: first {_number(facts['first_loss'])}, last {_number(facts['last_loss'])}, best "
         f"{_number(facts['best_loss'])} at iteration {_number(facts['best_iteration'])}"
         + (f"; {facts['not_finite']} not finite" if facts["not_finite"] else ""),
@@ -78,10 +80,6 @@ def draw(log: TrainingLog, target: Path, *, title: str) -> None:
     loss.grid(alpha=0.25)
     with new_file(target) as partial:
         figure.savefig(partial)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _number(value: float | int | None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .cache_arguments import add_cache_kind_arguments, kept_tokens
+from .config_keys import counted
 from .generate_command import read_prompt
 from .model_arguments import add_model_arguments, load_from_arguments
 
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         pass
     save_prompt_cache(args.prompt_cache_file, cache, ids, model, model_name=args.model)
     size_bytes = args.prompt_cache_file.stat().st_size
-    print(f"{args.prompt_cache_file}: {len(ids)} tokens, {size_bytes / 1e6:.2f} MB", file=sys.stderr)
+    print(f"{args.prompt_cache_file}: {counted(len(ids), 'token')}, {size_bytes / 1e6:.2f} MB", file=sys.stderr)
     return 0
 
 

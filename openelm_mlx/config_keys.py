@@ -142,7 +142,7 @@ class _KeyReader:
         if not isinstance(value, list | tuple) or not all(map(_is_positive_int, value)):
             self.faults.append(f"{key} must be a list of positive whole numbers, got {short(value)}")
         elif layers and len(value) != layers:
-            self.faults.append(f"{key} has {len(value)} entries for {layers} layers")
+            self.faults.append(f"{key} has {counted(len(value), 'entry', 'entries')} for {counted(layers, 'layer')}")
         else:
             return tuple(value)
         return ()
@@ -167,6 +167,11 @@ def short(value: Any) -> str:
     except ValueError:  # a number of thousands of digits
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def counted(number: int, what: str, several: str | None = None) -> str:
+    """`1 token`, `2 tokens`; `several` is a plural that needs more than an s."""
+    return f"{number} {what if number == 1 else several or f'{what}s'}"
 
 
 def listing(faults: Sequence[str], shown: int = 8) -> str:

@@ -5,6 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .config_keys import counted
+
 if TYPE_CHECKING:
     from .drafts import Acceptance
     from .generation import GenerationResponse
@@ -89,13 +91,13 @@ def logprob_record(logprob: "TokenLogprob") -> dict[str, Any]:
 def statistics(last: "GenerationResponse", acceptance: "Acceptance | None" = None) -> str:
     """What a generation took, for people."""
     lines = [
-        f"prompt      {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s, "
+        f"prompt      {counted(last.prompt_tokens, 'token')}, {last.prompt_tps:.1f} tokens/s, "
         f"first token after {last.ttft_s:.3f} s",
-        f"generation  {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s",
+        f"generation  {counted(last.generation_tokens, 'token')}, {last.generation_tps:.1f} tokens/s",
         f"peak memory {last.peak_memory_bytes / 1e6:.0f} MB (MLX allocator)",
     ]
     if acceptance is not None:
         lines.append(f"drafts      {acceptance.accepted} of {acceptance.proposed} accepted")
     if last.finish_reason == "length":
-        lines.append(f"stopped at {last.generation_tokens} tokens; --max-tokens N asks for more")
+        lines.append(f"stopped at {counted(last.generation_tokens, 'token')}; --max-tokens N asks for more")
     return "\n".join(lines)

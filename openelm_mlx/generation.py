@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .cache import KVCache
+from .config_keys import counted
 from .device import wired_limit
 from .errors import GenerationError, RunFailedError
 from .model import Model
@@ -239,8 +240,8 @@ def room_for(prompt_tokens: int, max_tokens: int | None, context: int, exceed: b
         return max_tokens or DEFAULT_MAX_TOKENS
     if room < 1:
         raise GenerationError(
-            f"the prompt has {prompt_tokens} tokens and the model's context is {context}: shorten the prompt, "
-            "or go beyond what the model was trained for with --exceed-context"
+            f"the prompt has {counted(prompt_tokens, 'token')} and the model's context is {context}: shorten the "
+            "prompt, or go beyond what the model was trained for with --exceed-context"
         )
     if max_tokens is not None and max_tokens > room:
         raise GenerationError(

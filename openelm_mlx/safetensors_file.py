@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import read_json_object
+from .config_keys import counted
 from .errors import CheckpointError
 from .tensors import StoredTensor, itemsize, known_dtype, numpy_dtype
 
@@ -105,7 +106,7 @@ def check_promised(index: Path, weight_map: Mapping[str, str], tensors: Mapping[
     absent = [name for name in weight_map if name not in tensors]
     if absent:
         raise CheckpointError(
-            f"{index} lists {len(absent)} tensors that no file holds ({_some(absent)}): {_DOWNLOAD_AGAIN}"
+            f"{index} lists {counted(len(absent), 'tensor')} that no file holds ({_some(absent)}): {_DOWNLOAD_AGAIN}"
         )
 
 

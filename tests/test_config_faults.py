@@ -7,6 +7,7 @@ from reference import small_config
 
 from openelm_mlx import __version__
 from openelm_mlx.config import OpenELMConfig
+from openelm_mlx.config_keys import counted
 from openelm_mlx.errors import ConfigError
 
 # JSON as a hostile or broken file may hold it, biased to the keys that matter.
@@ -183,3 +184,12 @@ class TestCoreNetYaml:
         path.write_text("x0: &x0 [1]\n" + doubling + block)
         with pytest.raises(ConfigError, match="is not a published OpenELM"):
             OpenELMConfig.from_yaml(path)
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 tokens"), (1, "1 token"), (2, "2 tokens")])
+def test_one_is_not_many(number, said):
+    assert counted(number, "token") == said
+
+
+def test_a_plural_of_its_own():
+    assert [counted(n, "matrix", "matrices") for n in (1, 2)] == ["1 matrix", "2 matrices"]

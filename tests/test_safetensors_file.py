@@ -169,7 +169,7 @@ class TestFolder:
     def test_a_promised_tensor_that_is_absent(self, tmp_path):
         folder = self.folder(tmp_path)
         self.edit_index(folder, lambda index: index["weight_map"].update(c="model-00001-of-00002.safetensors"))
-        with pytest.raises(CheckpointError, match=r"lists 1 tensors that no file holds \(c\)"):
+        with pytest.raises(CheckpointError, match=r"lists 1 tensor that no file holds \(c\)"):
             read_folder(folder)
 
     @pytest.mark.parametrize("file", ["../a", "/etc/passwd", "", "."])
