@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..home import expand_home
 
 if TYPE_CHECKING:
     from .fusion import Fusion
@@ -20,7 +21,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags, under mlx-lm's names where it has them."""
-    parser.add_argument("--model", default="mlx_model", metavar="MODEL", help="the base model: a folder or a Hub id")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="the base model: a folder or a Hub id (what the adapter names)"
+    )
     parser.add_argument("--adapter-path", default="adapters", metavar="FOLDER", help="the adapter folder")
     parser.add_argument("--save-path", default="fused_model", metavar="FOLDER", help="where the model goes")
     parser.add_argument(
@@ -45,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from .fusion import fuse
 
     made = fuse(
-        args.model,
+        args.model or _trained_on(args.adapter_path),
         args.adapter_path,
         args.save_path,
         dtype=args.dtype,
@@ -77,6 +80,18 @@ def _refuse(args: argparse.Namespace) -> None:
         raise ConfigError("--dequantize and --requantize exclude each other; drop one of them")
     if args.upload_dry_run and args.upload_repo is None:
         raise ConfigError("--upload-dry-run needs --upload-repo HUB_ID")
+
+
+def _trained_on(folder: str) -> str:
+    """The base model that the adapter's config names."""
+    from ..adapter_config import read_adapter_config
+    from ..adapters import CONFIG_NAME
+
+    base = read_adapter_config(expand_home(folder) / CONFIG_NAME).base_model
+    if base is None:
+        raise ConfigError(f"{folder} does not say on which model it was trained: name it with --model")
+    print(f"openelm: the base model is {base}, as {folder} says; another place: --model", file=sys.stderr)
+    return base
 
 
 def _notes(made: "Fusion") -> list[str]:

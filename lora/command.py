@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..home import expand_home
 from .arguments import add_arguments
 from .settings_sources import read_settings, read_yaml
 
@@ -92,8 +93,9 @@ def _settings(args: argparse.Namespace) -> "tuple[Settings, dict[str, Any] | Non
     from .state import read_record
 
     folder = args.adapter_path or (read_yaml(Path(args.config)).get("adapter_path") if args.config else None)
-    record = read_record(Path(folder or "adapters"))
-    stored = {**record["settings"], "adapter_path": folder or "adapters"}
+    path = expand_home(folder or "adapters")
+    record = read_record(path)
+    stored = {**record["settings"], "adapter_path": str(path)}
     settings = read_settings(args, stored)
     changed = [
         f"{key} was {stored[key]!r} and is {value!r}"

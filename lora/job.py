@@ -1,6 +1,7 @@
 """The jobs of `openelm lora`, put together from model, data and trainer: train, test, dry run, show a batch."""
 
 import math
+import shlex
 from collections.abc import Sequence as Several
 from functools import partial
 from pathlib import Path
@@ -105,7 +106,8 @@ def _run(run: Run, writer: AdapterFolder, data: Datasets, settings: Settings) ->
     finally:
         lines.close()
     if outcome == "interrupted":
-        tell(f"saved at iteration {progress.iteration}; go on with: openelm lora --resume --adapter-path {folder}")
+        place = shlex.quote(str(folder))
+        tell(f"saved at iteration {progress.iteration}; go on with: openelm lora --resume --adapter-path {place}")
         raise KeyboardInterrupt
     if outcome == "stopped early":
         tell(f"stopped at iteration {progress.iteration}: {progress.without_gain} validations without a gain")

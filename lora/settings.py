@@ -11,6 +11,7 @@ from typing import Any
 from ..adapter_config import EMBEDDING_KINDS, FINE_TUNE_TYPES, AdapterSpec, read_lora_parameters
 from ..config_keys import listing, short
 from ..errors import ConfigError
+from ..home import expand_home
 from ..model_arguments import DTYPES
 from .data_settings import DataSettings
 
@@ -69,6 +70,9 @@ class Settings:
         faults = [fault for key, value in given.items() if (fault := _type_fault(key, value, known[key].type))]
         if faults:
             raise ConfigError(listing(faults))
+        for key in ("adapter_path", "resume_adapter_file"):
+            if given.get(key):
+                given[key] = str(expand_home(given[key]))
         settings = cls(data=DataSettings.from_values(values), **given)
         settings._check()
         return settings

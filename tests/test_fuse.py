@@ -1,6 +1,7 @@
 """Fusing: the folder predicts what the base with its adapter predicts, says what it is, and others load it."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -221,6 +222,14 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, capsys):
     )
     assert "was trained on 'some/base' with " in line
     assert not (tmp_path / "f").exists()
+
+
+def test_without_a_model_the_base_is_the_one_that_the_adapter_names(tmp_path, folders, capsys):
+    trained_folder(tmp_path / "unnamed", replace(SPECS["lora"], base_model=None), tiny())
+    flags = ("--save-path", str(tmp_path / "f"), "--adapter-path")
+    status, _, err = openelm(capsys, "fuse", *flags, str(folders["lora"]))
+    assert (status, "the base model is tiny, as " in err) == (0, True)
+    assert "name it with --model" in refused(capsys, "fuse", *flags, str(tmp_path / "unnamed"))
 
 
 def test_an_upload_shows_what_would_be_sent(tmp_path, folders, capsys):

@@ -86,6 +86,10 @@ class TestSources:
         with pytest.raises(ConfigError, match="rank is an entry of lora_parameters"):
             read(tmp_path, yaml="data: rows\nrank: 4\n")
 
+    def test_the_home_folder_may_be_written_as_a_tilde(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert read(tmp_path, yaml="data: rows\nadapter_path: ~/mine\n").adapter_path == str(tmp_path / "mine")
+
     def test_a_misspelt_key_names_the_nearest(self, tmp_path):
         with pytest.raises(ConfigError, match="unknown key 'learning_rte'; did you mean learning_rate"):
             read(tmp_path, yaml="data: rows\nlearning_rte: 1e-4\n")
