@@ -133,7 +133,9 @@ def _measure(plan: "Plan") -> "Outcome":
 def _record(args: argparse.Namespace, plan: "Plan", outcome: "Outcome") -> dict[str, Any]:
     more: dict[str, Any] = {"interrupted": outcome.interrupted}
     if outcome.profiles:
-        more["profile"] = [{"model": name, **found.to_dict()} for name, found in outcome.profiles]
+        more["profile"] = [
+            {"model": name, "precision": held, **found.to_dict()} for name, held, found in outcome.profiles
+        ]
     if plan.compare:
         from .compare import comparisons
 
@@ -168,8 +170,8 @@ def _print(plan: "Plan", outcome: "Outcome", record: dict[str, Any], verdicts: l
         _print_norms(plan, outcome)
     if plan.compare:
         table.print_comparisons(record["comparison"])
-    for name, found in outcome.profiles:
-        table.print_profile(name, found)
+    for name, held, found in outcome.profiles:
+        table.print_profile(f"{name}, {held}", found)
     for verdict in verdicts:
         print(verdict)
 

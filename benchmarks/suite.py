@@ -15,7 +15,7 @@ from .matrix import Precision, Source
 from .measure import Interrupted, measure_in_turns, session
 from .progress import Progress
 from .results import BenchResult
-from .session import Method, Session, Shape
+from .session import Method, Session, Shape, precision
 
 if TYPE_CHECKING:
     from .layer_profile import LayerProfile
@@ -64,7 +64,7 @@ class Outcome:
     """Results with what belongs to them, as the JSON object has it, in the order in which they were measured."""
 
     measured: list[tuple[BenchResult, dict[str, Any]]] = field(default_factory=list)
-    profiles: "list[tuple[str, LayerProfile]]" = field(default_factory=list)
+    profiles: "list[tuple[str, str, LayerProfile]]" = field(default_factory=list)
     interrupted: bool = False
     failure: OpenELMError | None = None  # what ended the run before its end, where there were results to keep
 
@@ -115,7 +115,7 @@ def _measure_model(
 
         for shape in shapes:
             tell(f"{source.name}: time of each layer")
-            outcome.profiles.append((source.name, profile(model, shape)))
+            outcome.profiles.append((source.name, precision(model), profile(model, shape)))
 
 
 def _sides(plan: Plan, source: Source, model: Model, foreign_bytes: int) -> Callable[[Shape], list[Session]]:

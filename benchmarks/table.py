@@ -25,7 +25,7 @@ def print_results(measured: Measured) -> None:
         if len(results) == 1:
             _print_one(console, *results[0])
         else:
-            console.print(_shapes([result for result, _ in results]))
+            print_table(_shapes([result for result, _ in results]))
     for line in _footnotes(measured):
         console.print(line, soft_wrap=True)
 
@@ -36,15 +36,17 @@ def print_profile(name: str, profile: LayerProfile) -> None:
 
     console = Console(highlight=False, markup=False)
     console.print(f"\n{name}, ms of one token with {profile.held_tokens} in the cache", soft_wrap=True)
-    console.print(columns(layer_profile.HEADINGS, layer_profile.rows(profile, width=20)))
+    print_table(columns(layer_profile.HEADINGS, layer_profile.rows(profile, width=20)))
     sums = ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in profile.part_sums().items())
     console.print(f"all layers: {sums}; sum {1e3 * profile.sum_s:.2f} ms, a whole step {1e3 * profile.step_s:.2f} ms")
 
 
 def print_comparisons(entries: Sequence[dict[str, Any]]) -> None:
     """How many times as fast as the other program."""
+    several = len({entry["model"] for entry in entries}) > 1
     for entry in entries:
         shape = f"{entry['prompt_tokens']}+{entry['generation_tokens']} tokens"
+        shape += f", {entry['model']}" if several else ""
         rates = ", ".join(
             f"{word} {_ratio(entry[f'{name}_ratio'], entry[f'{name}_ratio_range'])}"
             for word, name in (("prefill", "prompt_tps"), ("decode", "generation_tps"))
@@ -53,14 +55,19 @@ def print_comparisons(entries: Sequence[dict[str, Any]]) -> None:
 
 
 def print_norms(results: Sequence[BenchResult], count: int) -> None:
-    """What each kernel makes of the model's speed, against the first."""
+    """What each kernel makes of the model's speed at a shape, against the first."""
+    first = results[0]
+    print(f"{first.model}, {first.precision}, {first.prompt_tokens}+{first.generation_tokens} tokens:")
     usual = results[0].generation_tps
     for result in results[1:]:
         if usual and result.generation_tps:
             change = 100 * (result.generation_tps / usual - 1)
-            print(f"decode with {result.variant}: {change:+.1f} % against {results[0].variant} ({count} norms a token)")
+            print(
+                f"  decode with {result.variant}: {change:+.1f} % against {results[0].variant} ({count} norms a token)"
+            )
 
 
+_LEAST_WIDTH = 200
 _HEADINGS = ("tokens", "batch", "prefill/s", "decode/s", "min - max", "first s", "total s", "peak*")
 
 
@@ -89,7 +96,7 @@ def _row(result: BenchResult) -> tuple[str, ...]:
 
 def _print_one(console: Any, result: BenchResult, more: dict[str, Any]) -> None:
     headings = ("", "tokens", "tokens/s", "95 % interval", "min - max", "seconds", "peak*")
-    console.print(columns(headings, _phases(result)))
+    print_table(columns(headings, _phases(result)))
     end_to_end = "" if result.end_to_end_tps is None else f" ({number(result.end_to_end_tps)} generated tokens/s)"
     console.print(f"first token after {result.ttft_s:.3f} s; all after {result.total_s:.3f} s{end_to_end}")
     footprint = result.process_footprint_bytes
@@ -116,8 +123,8 @@ def _phases(result: BenchResult) -> Iterator[tuple[str, ...]]:
             phase,
             str(tokens),
             number(getattr(result, name)),
-            "-" if interval is None else spread(interval),
-            spread(result.values(name)),
+            "-" if interval is None else spread(interval, decimals_below=10_000),
+            spread(result.values(name), decimals_below=10_000),
             f"{time_s:.3f}" if tokens else "-",
             megabytes(peak) if tokens else "-",
         )
@@ -129,7 +136,7 @@ def _footnotes(measured: Measured) -> Iterator[str]:
     warm_ups = _counted([result.warm_ups for result in results], "warm-up")
     yield f"median of {trials} after {warm_ups} of the same shape; greedy, EOS ignored"
     yield "* peak memory of the MLX allocator in that phase, weights included"
-    if any(not result.warm_up_stable for result in results):
+    if any(not result.warm_up_stable and result.warm_ups > 1 for result in results):  # of a dry run nothing is known
         yield "warm-up: the runs were still getting faster when the trials began"
     for result in results:
         for name, change in result.drift().items():
@@ -186,6 +193,15 @@ def _paper_lines(measured: Measured) -> Iterator[str]:
 
 def _rates(rates: dict[str, Any]) -> str:
     return ", ".join(f"{name} {number(rates[name])}" for name in ("prompt", "generation", "total")) + " tokens/s"
+
+
+def print_table(table: Any) -> None:
+    """To stdout, whole: a terminal too narrow for a row breaks it, and no digit is cut away."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, _LEAST_WIDTH)
+    console.print(table)
 
 
 def columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:

@@ -139,7 +139,7 @@ def print_training(training: Sequence[dict[str, Any]]) -> None:
     """The table for people."""
     from rich.console import Console
 
-    from .table import columns, megabytes, number, spread
+    from .table import columns, megabytes, number, print_table, spread
 
     rows = (
         (
@@ -153,7 +153,7 @@ def print_training(training: Sequence[dict[str, Any]]) -> None:
         for entry in training
     )
     console = Console(highlight=False, markup=False)
-    console.print(columns(("model", "tokens", "checkpointing", "tokens/s", "min - max", "peak*"), rows))
+    print_table(columns(("model", "tokens", "checkpointing", "tokens/s", "min - max", "peak*"), rows))
     console.print(f"LoRA, all layers; medians of the iterations after {WARM_UPS}")
     console.print("* of the MLX allocator, weights included")
 

@@ -177,6 +177,7 @@ def test_norms_are_compared_in_one_run(small, capsys):
     assert main(["bench", "--model", small, *SHORT, "--norms"]) == 0
     printed = capsys.readouterr().out
     assert "(17 norms a token)" in printed
+    assert "small-model, float32, 12+4 tokens:" in printed
     assert "fused LayerNorm" in printed
     assert "…" not in printed  # nothing is cut off
 
@@ -346,6 +347,39 @@ def test_footnotes_say_which_result_they_are_about(capsys):
     assert "median of 1 trial after" in capsys.readouterr().out
 
 
+def test_no_digit_is_cut_away_where_the_terminal_is_narrow(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    result = dataclasses.replace(run(FakeModel(0.0001, 0.0001), trials=3))
+    table.print_results([(result, {}), (dataclasses.replace(result, batch_size=16), {})])
+    table.print_results([(result, {})])
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.count("80,000.0") == 3
+    assert max(len(line) for line in printed.splitlines() if line.startswith("prefill")) <= 80
+
+
+def test_a_profile_names_its_precision(small, capsys):
+    flags = [
+        "--model",
+        small,
+        "-p",
+        "8",
+        "-g",
+        "2",
+        "-n",
+        "1",
+        "--no-limits",
+        "--profile",
+        "--dtype",
+        "float16,float32",
+    ]
+    assert main(["bench", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "small-model, float16, ms of one token with 8 in the cache" in printed
+    assert "small-model, float32, ms of one token with 8 in the cache" in printed
+    assert [entry["precision"] for entry in bench(capsys, *flags)[0]["profile"]] == ["float16", "float32"]
+
+
 def test_one_generated_token_is_no_decode(small, capsys):
     assert main(["bench", "--model", small, "-p", "12", "-g", "1", "-n", "1", "--no-limits"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode")]
@@ -418,6 +452,7 @@ def test_the_papers_protocol(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "as the paper counts (mean of 5)" in printed
     assert "recalled" not in printed
+    assert "still getting faster" not in printed  # a single dry run does not tell
 
 
 def test_the_papers_numbers_stand_beside_the_real_sizes_and_are_marked(capsys):
