@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..chat.format import ChatFormat, Turn
-from ..drafts import common_prefix
+from ..common_prefix import common_prefix
 from ..errors import DataError, OpenELMError
 from ..prompt import encode_chat
 from ..tokenizer import Tokenizer

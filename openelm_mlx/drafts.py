@@ -11,6 +11,7 @@ from typing import cast
 import mlx.core as mx
 
 from .cache import KVCache
+from .common_prefix import common_prefix
 from .errors import GenerationError
 from .generation import prefill
 from .model import Model
@@ -151,8 +152,3 @@ def keep_tokens(cache: Sequence[KVCache], count: int) -> None:
 def ids_of(tokens: mx.array) -> list[int]:
     """Tokens (L,) as plain integers."""
     return cast(list[int], tokens.tolist())
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences have in common before they first differ."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

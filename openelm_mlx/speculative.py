@@ -19,7 +19,8 @@ from typing import cast
 import mlx.core as mx
 
 from .cache import KVCache
-from .drafts import Draft, Drafter, common_prefix, ids_of, keep_tokens
+from .common_prefix import common_prefix
+from .drafts import Draft, Drafter, ids_of, keep_tokens
 from .errors import GenerationError
 from .generation import DEFAULT_MAX_TOKENS, PREFILL_STEP_SIZE, prefill
 from .model import Model

@@ -15,6 +15,7 @@ from openelm_mlx.benchmarks import lookup_decoding
 from openelm_mlx.benchmarks.comparison import Comparison
 from openelm_mlx.checkpoint import load
 from openelm_mlx.cli import Parser
+from openelm_mlx.common_prefix import common_prefix
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.drafts import ModelDrafter
 from openelm_mlx.errors import GenerationError
@@ -89,7 +90,7 @@ def replay(text, prompt_tokens, num_draft_tokens, costs) -> float:
     while at < len(text):
         draft = proposed(drafter, len(text) - at - 1) if len(text) - at > 1 else []
         seconds = costs[0] + costs[1] * len(draft) if draft else 1.0
-        agreed = drafts.common_prefix(draft, text[at:])
+        agreed = common_prefix(draft, text[at:])
         drafter.learn(text[at : at + agreed + 1], len(draft), seconds)
         at, took = at + agreed + 1, took + seconds
     return (len(text) - prompt_tokens) / took

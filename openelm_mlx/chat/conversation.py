@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from ..cache import KVCache
 from ..cache_arguments import kept_tokens
+from ..common_prefix import common_prefix
 from ..errors import GenerationError
 from ..generation import GenerationResponse, stream_generate
 from ..model import Model
@@ -190,7 +191,7 @@ class Conversation:
 
     def _held(self, ids: Sequence[int]) -> int:
         """How many of a prompt's first ids need not be computed again; one at least must be."""
-        common = min(_common_prefix(self._cached_ids, ids), len(ids) - 1)
+        common = min(common_prefix(self._cached_ids, ids), len(ids) - 1)
         return common if common == len(self._cached_ids) or self._is_trimmable() else 0
 
     def _is_trimmable(self) -> bool:
@@ -215,9 +216,3 @@ def _checked_limit(asked: int | None, context: int) -> int:
     if asked is not None and not 1 <= asked <= context:
         raise GenerationError(f"the context limit must be between 1 and the model's own {context}, got {asked}")
     return asked or context
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids two lists begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
