@@ -1,6 +1,7 @@
 """openelm info: what a checkpoint is, without loading it.
 
-SOURCE is anything that 'openelm convert' reads, a folder that it has made, or CoreNet's training_logs.txt.
+SOURCE is anything that 'openelm convert' reads, a folder that it has made, an adapter folder, or CoreNet's
+training_logs.txt.
 """
 
 import argparse
@@ -31,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the facts as a table for people, or as JSON."""
     from ..hub import resolve_model
-    from .peft_command import peft_folder, print_adapter
+    from .peft_command import is_adapter, print_adapter
     from .sources import open_source
     from .training_log import is_log
     from .training_log_output import print_log
 
     path = resolve_model(args.source, revision=args.revision, offline=args.offline)
-    if peft_folder(str(path)) is not None:
+    if is_adapter(path):
         return print_adapter(path, as_json=args.json)
     if path.is_file() and is_log(path):
         return print_log(path, as_json=args.json, plot=args.plot)

@@ -400,7 +400,7 @@ class TestWrongWords:
             ("convert tiny -o x -q --method gptq --seed -1", "--seed must be 0 or more, got -1"),
             ("convert /dev/null -o x", "neither a file nor a folder"),
             ("convert ours -o x", "is an adapter, not a model"),
-            ("info ours", "is an adapter, not a model"),
+            ("info ours", "ours/adapter_config.json: num_layers must be a whole number"),
             ("export tiny --to peft -o x", "no adapter folder tiny; expected one with"),
             ("fuse --model tiny --adapter-path empty", "no adapter folder empty; expected one with"),
             ("convert peft -o x --upload-dry-run", "--upload-dry-run is for models"),

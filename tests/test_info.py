@@ -4,8 +4,10 @@ import json
 import math
 
 import pytest
+from adapters import SPECS, small, trained_folder
 from artefacts import TINY, tiny_config, tiny_weights, write_corenet, write_corenet_yaml, write_hub, write_hub_torch
 
+from openelm_mlx.adapters import adapter_weights
 from openelm_mlx.cli import main
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.convert import convert
@@ -120,3 +122,18 @@ def test_a_broken_folder_is_one_line(capsys, tmp_path, spoil):
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert ("not valid JSON" if spoil == "config" else "incomplete download") in printed.err
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "input", "both", "full"])
+def test_an_adapter_folder(capsys, tmp_path, kind):
+    spec = SPECS[kind]
+    model = trained_folder(tmp_path, spec, small())
+    facts = info(capsys, tmp_path)
+    assert (facts["format"], facts["fine_tune_type"]) == ("mlx-lm", spec.fine_tune_type)
+    assert facts["parameters"] == sum(value.size for value in adapter_weights(model).values())
+    assert facts["rank"] == (None if kind == "full" else 4)
+    assert facts["input_embedding"] == (kind == "input")
+    if spec.keys is None:
+        assert sorted(facts["keys"]) == ["attn.out_proj", "attn.qkv_proj", "ffn.proj_1", "ffn.proj_2"]
+    assert main(["info", str(tmp_path)]) == 0
+    assert "loads in openelm" in capsys.readouterr().out
