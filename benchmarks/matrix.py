@@ -98,8 +98,10 @@ class Source:
 
     def _check_memory(self, precisions: Sequence[Precision], own: mx.Dtype) -> None:
         """Raise GenerationError, before the work, when one of them does not fit into the memory that is free."""
-        for precision in precisions:
+        for i, precision in enumerate(precisions):
             bits = precision.bits or 8 * _dtype(precision, own).size
+            if i < len(precisions) - 1 and bits != 8 * own.size:
+                bits += 8 * own.size  # what was read stays for those that follow; the last takes it away as it goes
             needed, available = self.config.num_parameters() * bits // 8, available_memory_bytes()
             if needed > available:
                 raise GenerationError(
@@ -124,7 +126,7 @@ class Source:
             own = mx.bfloat16 if is_metal() else mx.float32
             return {name: value.astype(own) for name, value in _parameters(Model(self.config))}, own
         name = mlx_name(read_folder(self.folder)[_EMBEDDING].dtype)
-        model = load_model(self.folder, dtype=name)
+        model = load_model(self.folder, dtype=name, must_fit=False)
         return dict(_parameters(model)), DTYPES[name]
 
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _WIDTH_IN, _DPI = 8.0, 150
 _BAR_IN = 0.28
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a800")  # Okabe and Ito's
+_COLOURS = (  # Okabe and Ito's first
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a800",
+    "#332288", "#882255", "#000000", "#8c564b",
+)  # fmt: skip
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES = ("-", "--", ":", "-.")
 _GREY = "#444444"

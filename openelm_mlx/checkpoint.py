@@ -60,13 +60,17 @@ def load(
     return model, loaded
 
 
-def load_model(folder: Path, *, dtype: str = "auto", keep_quantized: bool = False) -> Model:
-    """The model of a folder, in evaluation mode, weights unread. See `load` for `dtype`."""
+def load_model(folder: Path, *, dtype: str = "auto", keep_quantized: bool = False, must_fit: bool = True) -> Model:
+    """The model of a folder, in evaluation mode, weights unread. See `load` for `dtype`.
+
+    must_fit: raise the memory error for a model that does not fit; False for who never holds all of it at once.
+    """
     if dtype != "auto" and dtype not in DTYPES:
         raise GenerationError(f"dtype must be auto, {', '.join(DTYPES)}; got {dtype!r}")
     stored = _Stored.read(folder)
     plan = stored.plan(dtype, keep_quantized)
-    stored.check_memory(plan)
+    if must_fit:
+        stored.check_memory(plan)
     weights: dict[str, mx.array] = {}
     for file in weight_files(folder):
         weights.update(cast(dict[str, mx.array], mx.load(str(file))))

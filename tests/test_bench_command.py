@@ -12,11 +12,13 @@ from artefacts import TOKENIZER, write_hub
 from fake_bench import FakeModel, run
 from reference import random_checkpoint, small_config
 
+from openelm_mlx import device
 from openelm_mlx.benchmarks import matrix, paper, suite, table
 from openelm_mlx.benchmarks.command import make_plan
 from openelm_mlx.benchmarks.matrix import Precision, Source
 from openelm_mlx.benchmarks.record import check_record
 from openelm_mlx.benchmarks.session import Shape
+from openelm_mlx.benchmarks.session import precision as precision_of
 from openelm_mlx.cli import COMMANDS, Parser, main
 from openelm_mlx.config import OpenELMConfig
 from openelm_mlx.errors import GenerationError
@@ -140,6 +142,18 @@ def test_random_weights_of_a_published_size_need_no_files(monkeypatch):
     monkeypatch.setattr(matrix, "available_memory_bytes", lambda: 1000)
     with pytest.raises(GenerationError, match=r"270M .* needs .* GB of memory and 0.00 GB are free"):
         next(source.models([Precision("float16")]))
+
+
+def test_few_bits_fit_where_the_folders_own_dtype_does_not(small, monkeypatch):
+    """Weights are packed one tensor at a time: what is held at last must fit, and for several also what was read."""
+    config = small_config(vocab_size=4096)
+    source = Source.named(small)
+    parameters = OpenELMConfig.from_dict(config).num_parameters()
+    for module in (matrix, device):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: parameters)  # a byte each
+    assert [precision_of(model) for model, _ in source.models([Precision(bits=4)])] == ["4-bit"]
+    with pytest.raises(GenerationError, match="are free"):
+        next(source.models([Precision(bits=4), Precision(bits=8)]))
 
 
 def test_the_table_fits_a_terminal_and_says_what_its_numbers_are(small, capsys):
