@@ -65,7 +65,12 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / STATE_NAME
     if not path.is_file():
         raise CheckpointError(f"nothing to resume: {folder} has no {STATE_NAME}; start without --resume")
-    read_header(path)  # names what is wrong with a damaged file
+    try:
+        read_header(path)
+    except CheckpointError:
+        raise CheckpointError(
+            f"{path} is damaged: begin a new run with --resume-adapter-file and the newest numbered adapters there"
+        ) from None
     loaded: Any = mx.load(str(path), return_metadata=True)
     try:
         record = json.loads(loaded[1].get(_RECORD, ""))

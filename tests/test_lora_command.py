@@ -118,6 +118,12 @@ def test_resumed_runs_go_on_and_keep_their_settings(folder, tmp_path, capsys):
     assert (status, "nothing to resume" in err) == (2, True)
 
 
+def test_a_damaged_state_says_from_what_to_begin_again(tmp_path, capsys):
+    (tmp_path / "training_state.safetensors").write_bytes(b"cut")
+    status, _, err = openelm(capsys, "lora", "--resume", "--adapter-path", str(tmp_path))
+    assert (status, "is damaged: begin a new run with --resume-adapter-file" in err) == (2, True)
+
+
 def test_other_data_is_not_resumed(folder, tmp_path, capsys):
     out = tmp_path / "adapters"
     assert openelm(capsys, *arguments(folder, out, *QUICK, "--iters", 1, "--val-batches", 0))[0] == 0

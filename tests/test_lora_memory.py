@@ -29,13 +29,20 @@ def made(chosen, **config):
 
 @pytest.mark.skipif(device.is_metal(), reason="the estimate was fitted on the CPU backend")
 @pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.0), ("lora", 0.1), ("dora", 0.0)])
-def test_the_estimate_is_near_the_peak(kind, dropout, checkpoint):
+@pytest.mark.parametrize(
+    ("kind", "dropout", "dtype"),
+    [("lora", 0.0, "float32"), ("lora", 0.1, "float32"), ("dora", 0.0, "float32"), ("lora", 0.0, "bfloat16")],
+)
+def test_the_estimate_is_near_the_peak(kind, dropout, dtype, checkpoint):
     adapter = {"fine_tune_type": kind, "lora_parameters": {"dropout": dropout}}
     chosen = settings(**adapter, batch_size=2, grad_checkpoint=checkpoint)
     shape = {"num_transformer_layers": 4, "model_dim": 192, "head_dim": 32, "ffn_multipliers": [0.5, 4.0],
              "vocab_size": 2048, "num_gqa_groups": 4}  # fmt: skip
     model, spec = made(chosen, **shape)
+    if dtype == "bfloat16":
+        adapters = model.trainable_parameters()
+        model.set_dtype(mx.bfloat16)
+        model.update(adapters)  # which stay float32
     run = new_run(chosen, Batches(rows([192] * 2), batch_size=2, seed=0, max_seq_length=192), 2, model)
     mx.eval(run.optimizer.state)
     gc.collect()

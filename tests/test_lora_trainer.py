@@ -121,7 +121,7 @@ class TestState:
             read_record(tmp_path)
         path = tmp_path / STATE_NAME
         path.write_bytes(path.read_bytes()[:-9])
-        with pytest.raises(CheckpointError, match="incomplete"):
+        with pytest.raises(CheckpointError, match="is damaged: begin a new run with --resume-adapter-file"):
             read_record(tmp_path)
 
     def test_a_failed_write_keeps_the_old_one(self, tmp_path, monkeypatch):
