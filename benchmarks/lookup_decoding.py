@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = tiny if args.size is None else Model(OpenELMConfig.from_name(args.size))
     model.eval()
     stories = [story(tiny, tokenizer.encode("Once upon a time there was"), args.tokens, seed) for seed in (1, 2)]
-    conditions = f"{args.size or 'tiny'}, float32, {args.trials} turns, {describe(machine())}"
+    conditions = (
+        f"{args.size or 'tiny'}, float32, {args.trials} turn{'s' if args.trials > 1 else ''}, {describe(machine())}"
+    )
     lines = [" | ".join(_HEADINGS), " | ".join(["---"] * len(_HEADINGS))]
     print(conditions, lines[0], sep="\n")
     passed = True

@@ -59,6 +59,21 @@ def test_scripts_run_one_after_the_other_and_a_failure_is_the_status(monkeypatch
     assert ran[-1] == ["-m", "openelm_mlx.benchmarks.lookup_decoding"]
 
 
+@pytest.mark.parametrize("statuses", [(0, -9), (1, 0)])
+def test_both_tables_of_conversion_are_rewritten_and_either_may_fail(monkeypatch, capsys, statuses):
+    ran, left = [], list(statuses)
+
+    def fake(command, **_):
+        ran.append(command[3:])
+        return type("Done", (), {"returncode": left.pop(0)})
+
+    monkeypatch.setattr(prove.subprocess, "run", fake)
+    monkeypatch.setattr(prove.importlib.util, "find_spec", lambda name: name)
+    assert prove.main(["--only", "conversion"]) == 1
+    assert ran == [["--write-docs"], ["--size", "3B", "--write-docs"]]
+    assert f"FAILED with status {sum(statuses)}" in capsys.readouterr().out
+
+
 def test_a_script_puts_its_words_with_machine_and_date_into_the_page(monkeypatch, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- batching -->\nold\n<!-- /batching -->\n")
