@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError, ConfigError
+from .arguments import add_description_arguments, add_result_arguments, add_source_arguments
 from .migration import add_foreign_arguments, refuse_foreign
 from .peft_command import convert_adapter, peft_folder
 
@@ -38,22 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_quantization(parser)
     _add_choices(parser)
-    parser.add_argument("--tokenizer", metavar="FILE|DIR|HUB_ID", help="the tokenizer, where the source has none")
-    parser.add_argument("--config", metavar="YAML|JSON", help="the configuration, where the source has none")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
+    add_source_arguments(parser, "source")
+    add_description_arguments(parser, "source")
     parser.add_argument("--force", action="store_true", help="replace FOLDER; allow float16 for 3B")
     parser.add_argument("--keep-vocab-padding", action="store_true", help="keep CoreNet's unused embedding rows")
     parser.add_argument("--measure", action="store_true", help="show the KL divergence from the source's predictions")
-    parser.add_argument(
-        "--instruct",
-        action=argparse.BooleanOptionalAction,
-        help="with or without the Instruct chat template (told from the source's name or folder)",
-    )
-    parser.add_argument("--upload-repo", metavar="HUB_ID", help="send the folder to this Hub repository, with a card")
-    parser.add_argument("--upload-private", action="store_true", help="make a new repository private")
-    parser.add_argument("--upload-dry-run", action="store_true", help="show what would be sent, and send nothing")
-    parser.add_argument("--json", action="store_true", help="what was made as JSON on the last line")
+    add_result_arguments(parser)
     add_foreign_arguments(parser)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..home import expand_home
+from .arguments import add_description_arguments, add_result_arguments, add_source_arguments
 
 if TYPE_CHECKING:
     from .export import ExportSummary
@@ -62,19 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rows of the embedding: a multiple of N, 0 as they are (corenet; 128)",
     )
-    parser.add_argument("--tokenizer", metavar="FILE|DIR|HUB_ID", help="the tokenizer, where the model has none")
-    parser.add_argument("--config", metavar="YAML|JSON", help="the configuration, where the model has none")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
-    parser.add_argument(
-        "--instruct",
-        action=argparse.BooleanOptionalAction,
-        help="with or without the Instruct chat template (told from the model's name or folder)",
-    )
-    parser.add_argument("--upload-repo", metavar="HUB_ID", help="send the folder to this Hub repository (hf)")
-    parser.add_argument("--upload-private", action="store_true", help="make a new repository private")
-    parser.add_argument("--upload-dry-run", action="store_true", help="show what would be sent, and send nothing")
-    parser.add_argument("--json", action="store_true", help="what was made as JSON on the last line")
+    add_source_arguments(parser, "model")
+    add_description_arguments(parser, "model")
+    add_result_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,14 +7,12 @@ to run them.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from ..config import OpenELMConfig
-from ..model_card import model_card
 from ..safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 from .export_source import Exported
 from .job import Job, Writer
-from .measure import Measurement
 from .output import copy_extras, write_json, write_tokenizer
 
 _TRANSFORMERS_VERSION = "4.39.3"  # the release whose files these are: the Hub's say so
@@ -26,6 +24,7 @@ class HubJob(Job):
     """One export with the Hub's names."""
 
     max_shard_bytes: int = MAX_SHARD_BYTES
+    layout: ClassVar[str] = "Hugging Face"
 
     @classmethod
     def export(cls, target: Path, model: Exported, *, max_shard_bytes: int, upload_repo: str | None = None) -> Self:
@@ -50,20 +49,6 @@ class HubJob(Job):
         context = self.config.max_context_length
         write_tokenizer(folder, self.tokenizer, self.source.folder, instruct=self.instruct, max_length=context)
         copy_extras(folder, self.source.path, self.config)
-
-    def write_card(self, folder: Path, measured: Measurement | None) -> None:
-        if self.upload_repo is None:
-            return
-        card = model_card(
-            self.config,
-            repo=self.upload_repo,
-            base_model=self.base_model,
-            dtype=self.dtype,
-            quantization=None,
-            nbytes=self.nbytes,
-            layout="Hugging Face",
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_hub_config(folder: Path, config: OpenELMConfig, dtype: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..home import expand_home
+from .arguments import add_result_arguments, add_source_arguments
 
 if TYPE_CHECKING:
     from .fusion import Fusion
@@ -31,13 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dequantize", action="store_true", help="unpack a quantized base (done anyway; see above)")
     parser.add_argument("--requantize", action="store_true", help="pack the sum as the base is, and show what it cost")
-    parser.add_argument("--tokenizer", metavar="FILE|DIR|HUB_ID", help="the tokenizer, where the base has none")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--offline", action="store_true", help="use only what is on this disk")
+    add_source_arguments(parser, "base")
     parser.add_argument("--force", action="store_true", help="replace the folder of --save-path")
-    parser.add_argument("--upload-repo", metavar="HUB_ID", help="send the folder to this Hub repository, with a card")
-    parser.add_argument("--upload-dry-run", action="store_true", help="show what would be sent, and send nothing")
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    add_result_arguments(parser)
     for name in ("--export-gguf", "--gguf-path", "--trust-remote-code"):
         parser.add_argument(name, nargs="?", const=True, help=argparse.SUPPRESS)
 
@@ -58,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         offline=args.offline,
         force=args.force,
         upload_repo=args.upload_repo,
+        upload_private=args.upload_private,
         upload_dry_run=args.upload_dry_run,
     )
     for line in _notes(made):

@@ -54,6 +54,7 @@ def fuse(
     offline: bool = False,
     force: bool = False,
     upload_repo: str | None = None,
+    upload_private: bool = False,
     upload_dry_run: bool = False,
 ) -> Fusion:
     """Merge the adapter folder `adapter_path` into a folder, Hub id or file; write the model folder `save_path`.
@@ -99,7 +100,7 @@ def fuse(
         untied,
         base.quantization is not None and not requantize,
         distance,
-        _upload(target, upload_repo, upload_dry_run),
+        _upload(target, upload_repo, upload_dry_run, upload_private),
     )
 
 
@@ -113,8 +114,9 @@ def _open_base(path: Path, requantize: bool) -> Source:
     return base
 
 
-def _upload(folder: Path, repo: str | None, dry_run: bool) -> str | None:
+def _upload(folder: Path, repo: str | None, dry_run: bool, private: bool) -> str | None:
     """The address of the uploaded folder, whose card was written with it."""
     if repo is None:
         return None
-    return upload(folder, repo, card=(folder / "README.md").read_text(encoding="utf-8"), dry_run=dry_run)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    return upload(folder, repo, card=card, dry_run=dry_run, private=private)

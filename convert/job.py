@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class Job:
     outputs: dict[str, list[PlannedTensor]]  # source tensor -> what is written for it
     base_model: str | None = None  # the Hub id of the source
     upload_repo: str | None = None
+    layout: ClassVar[str] = "MLX"  # whose folder it is, as the model card says it
 
     @classmethod
     def of(
@@ -127,6 +128,7 @@ class Job:
             quantization=self.quantization,
             nbytes=self.nbytes,
             measured=None if measured is None else str(measured),
+            layout=self.layout,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
