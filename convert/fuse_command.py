@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
     _refuse(args)
     from .fusion import fuse
 
+    base = args.model or _trained_on(args.adapter_path)
     made = fuse(
-        args.model or _trained_on(args.adapter_path),
+        base,
         args.adapter_path,
         args.save_path,
         dtype=args.dtype,
@@ -58,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
         upload_private=args.upload_private,
         upload_dry_run=args.upload_dry_run,
     )
+    if args.model is None:
+        print(
+            f"openelm: the base model was {base}, as {args.adapter_path} says (--model names another)", file=sys.stderr
+        )
     for line in _notes(made):
         print(f"openelm: {line}", file=sys.stderr)
     print(json.dumps(_facts(made)) if args.json else _sentence(made))
@@ -88,7 +93,6 @@ def _trained_on(folder: str) -> str:
     base = read_adapter_config(expand_home(folder) / CONFIG_NAME).base_model
     if base is None:
         raise ConfigError(f"{folder} does not say on which model it was trained: name it with --model")
-    print(f"openelm: the base model is {base}, as {folder} says; another place: --model", file=sys.stderr)
     return base
 
 

@@ -228,7 +228,7 @@ def test_without_a_model_the_base_is_the_one_that_the_adapter_names(tmp_path, fo
     trained_folder(tmp_path / "unnamed", replace(SPECS["lora"], base_model=None), tiny())
     flags = ("--save-path", str(tmp_path / "f"), "--adapter-path")
     status, _, err = openelm(capsys, "fuse", *flags, str(folders["lora"]))
-    assert (status, "the base model is tiny, as " in err) == (0, True)
+    assert (status, "the base model was tiny, as " in err) == (0, True)
     assert "name it with --model" in refused(capsys, "fuse", *flags, str(tmp_path / "unnamed"))
 
 
