@@ -169,6 +169,7 @@ def _plan(args: argparse.Namespace) -> tuple[list[str], list[TrainingShape], int
     if args.dtype is not None and len(args.dtype) > 1:
         raise GenerationError("--train takes one --dtype: measure the others in runs of their own")
     lengths, batches = args.prompt_tokens or DEFAULT_LENGTHS, args.batch_size or DEFAULT_BATCHES
+    lengths = _fitting(args, lengths)
     shapes = [TrainingShape(*shape) for shape in product(lengths, batches, (False, True))]
     return args.model or ["tiny"], shapes, args.num_trials or DEFAULT_TRIALS
 
@@ -176,6 +177,23 @@ def _plan(args: argparse.Namespace) -> tuple[list[str], list[TrainingShape], int
 def _label(model: str) -> str:
     """A Hub id, or a folder's last part: the rest is nobody's business."""
     return Path(model).resolve().name if Path(model).exists() else model
+
+
+def _fitting(args: argparse.Namespace, lengths: Sequence[int]) -> list[int]:
+    """The lengths, a default lowered to the shortest context; the trainer would cut rows in silence.
+
+    Raises GenerationError for a length that was asked for and is beyond a model's context.
+    """
+    from .matrix import Source
+
+    sources = [Source.named(name, revision=args.revision, offline=args.offline) for name in args.model or ["tiny"]]
+    shortest = min(sources, key=lambda source: source.config.max_context_length)
+    context = shortest.config.max_context_length
+    if args.prompt_tokens and max(lengths) > context:
+        raise GenerationError(
+            f"rows of {max(lengths)} tokens exceed the context of {shortest.name}, {context}: ask for less with -p"
+        )
+    return [min(length, context) for length in lengths]
 
 
 def _loading_flags(args: argparse.Namespace) -> list[str]:

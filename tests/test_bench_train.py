@@ -10,6 +10,7 @@ from openelm_mlx.benchmarks import command, train
 from openelm_mlx.benchmarks.record import check_record
 from openelm_mlx.cli import COMMANDS, Parser, main
 from openelm_mlx.errors import RunFailedError
+from openelm_mlx.hub import BUNDLED_MODEL
 from openelm_mlx.tokenizer import Tokenizer
 
 
@@ -49,7 +50,9 @@ def test_every_length_and_batch_with_and_without_checkpointing(monkeypatch, caps
     assert len(record["training"]) == 8
     assert main(["bench", "--train", "-n", "3"]) == 0
     printed = capsys.readouterr()
-    assert "1 x 512" in printed.out
+    assert "1 x 256" in printed.out  # tiny's context; the trainer would have cut 512 to it
+    assert main(["bench", "--train", "-p", "64,300"]) == 2
+    assert "rows of 300 tokens exceed the context of tiny, 256" in capsys.readouterr().err
     assert "no --model given" in printed.err
 
 
@@ -58,8 +61,11 @@ def test_a_record_of_training_names_no_path(monkeypatch, tmp_path, capsys):
         return train.TrainingResult("m", shape, (10.0,), 10**9)
 
     monkeypatch.setattr(train, "train", fake)
+    (tmp_path / "config.json").write_bytes((BUNDLED_MODEL / "config.json").read_bytes())
     assert main(["bench", "--train", "--model", str(tmp_path), "-n", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["models"] == [tmp_path.name]
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["settings"]["models"] == [tmp_path.name]
+    assert str(tmp_path) not in printed
 
 
 def test_the_trainers_own_words_tell_of_its_failure(monkeypatch):
