@@ -28,11 +28,14 @@ def made(chosen, **config):
 
 
 @pytest.mark.skipif(device.is_metal(), reason="the estimate was fitted on the CPU backend")
-@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "dropout", "dtype"),
-    [("lora", 0.0, "float32"), ("lora", 0.1, "float32"), ("dora", 0.0, "float32"), ("lora", 0.0, "bfloat16")],
-)
+    ("kind", "dropout", "checkpoint", "dtype"),
+    [
+        *((*kind, checkpoint, "float32") for kind in (("lora", 0.0), ("lora", 0.1), ("dora", 0.0))
+          for checkpoint in (False, True)),
+        ("lora", 0.0, False, "bfloat16"),
+    ],
+)  # fmt: skip
 def test_the_estimate_is_near_the_peak(kind, dropout, dtype, checkpoint):
     adapter = {"fine_tune_type": kind, "lora_parameters": {"dropout": dropout}}
     chosen = settings(**adapter, batch_size=2, grad_checkpoint=checkpoint)
