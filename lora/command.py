@@ -95,7 +95,7 @@ def _settings(args: argparse.Namespace) -> "tuple[Settings, dict[str, Any] | Non
     folder = args.adapter_path or (read_yaml(Path(args.config)).get("adapter_path") if args.config else None)
     path = expand_home(folder or "adapters")
     record = read_record(path)
-    stored = {**record["settings"], "adapter_path": str(path)}
+    stored = {**record["settings"], "adapter_path": str(path), "train": True}  # --resume --test tests afterwards
     settings = read_settings(args, stored)
     changed = [
         f"{key} was {stored[key]!r} and is {value!r}"

@@ -112,6 +112,9 @@ def test_resumed_runs_go_on_and_keep_their_settings(folder, tmp_path, capsys):
     assert tensors(out / "adapters.safetensors") == tensors(whole / "adapters.safetensors")
     status, _, err = openelm(capsys, "lora", "--resume", "--adapter-path", str(out), "--batch-size", "4")
     assert (status, "batch_size was 2 and is 4" in err) == (2, True)
+    more = ("--iters", "8", "--test", "--json")
+    status, stdout, _ = openelm(capsys, "lora", "--resume", "--adapter-path", str(out), *more)
+    assert (status, json.loads(stdout)["last_iteration"], "test_loss" in stdout) == (0, 8, True)
     status, _, err = openelm(capsys, "lora", "--resume", "--adapter-path", str(out), "--data", str(folder / "other"))
     assert status == 2
     status, _, err = openelm(capsys, "lora", "--resume", "--adapter-path", str(tmp_path / "none"))
