@@ -64,8 +64,8 @@ def generate_step(
     """Yield up to `max_tokens` token ids that continue `prompt`. Knows no text, no EOS and no context limit.
 
     The whole prompt is prefilled in one pass (chunks of `prefill_step_size` above that), with logits at its last
-    position only. Each step is queued before the token before it is handed out, so the device works
-    while the caller prints; no step is computed that nobody asked for.
+    position only. The first token is handed out as soon as it is there; from the second on each step is queued before
+    the token before it is handed out, so the device works while the caller prints.
 
     sampler: log-probabilities (1, V) -> tokens (1,); None is greedy. cache: continued from, and updated in place.
     decoder: how a step is computed, eager or compiled; None takes what was measured to be faster (see `decoder`).
@@ -108,13 +108,18 @@ def _steps(
     logits = model(tokens[None], cache, last_only=True)[:, -1]  # (1, L) -> (1, 1, V) -> (1, V)
     damaged = mx.any(mx.isnan(logits))
     token = choose(logits)
-    mx.eval(token, damaged)  # the first token is read before the second step is queued: a person waits for it
+    mx.eval(token, damaged)
     if damaged.item():  # the likeliest of no numbers is token 0, <unk>, for ever
         raise RunFailedError("the model's logits are not numbers: its weights are damaged, or too large for this dtype")
+    yield cast(int, token.item())  # a person waits for it, and a CPU is busy with the next step before it is all queued
+    if max_tokens == 1:
+        return
     from .decoder import Decoder  # not needed any earlier
 
     decode = decoder if isinstance(decoder, Decoder) else Decoder(model, cache, max_tokens - 1, decoder)
-    for count in range(1, max_tokens + 1):
+    token = choose(decode(token))
+    mx.async_eval(token)
+    for count in range(2, max_tokens + 1):
         following = choose(decode(token)) if count < max_tokens else None
         if following is not None:
             mx.async_eval(following)
