@@ -4,6 +4,7 @@
 drafter follows the text by ids alone. What it proposes decides how fast decoding is, never what comes out.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -44,7 +45,7 @@ class Draft:
     logprobs: mx.array | None = None  # (K, V), normalised
 
 
-class Drafter:
+class Drafter(ABC):
     """Follows a text and proposes how it goes on. One drafter serves one text at a time.
 
     A chat that keeps its cache keeps its drafter too: it remembers the tokens that the cache holds.
@@ -74,11 +75,11 @@ class Drafter:
         """Whether there may be a draft once the next token is known; if not, decoding runs ahead without asking."""
         return True
 
+    @abstractmethod
     def propose(
         self, limit: int, sampler: Sampler | None, logits_processors: Sequence[LogitsProcessor]
     ) -> Draft | None:
         """Up to `limit` (1 or more) tokens that may follow the text, or None. Asked again only after `learn`."""
-        raise NotImplementedError
 
     def learn(self, tokens: Sequence[int], proposed: int, seconds: float) -> None:
         """One pass of the model, which took `seconds`, gave `tokens`; all but the last were among `proposed` drafts."""

@@ -315,6 +315,9 @@ class TestRunningAhead:
             def expects(self):
                 return False
 
+            def propose(self, *_):
+                raise AssertionError("asked for a draft that it said would not come")
+
         class Maybe(Drafter):
             def propose(self, *_):
                 return None
