@@ -24,6 +24,7 @@ from .choices import Choices, applied, check_adapter, notes, open_chosen
 from .job import Job, run
 from .measure import Measurement
 from .needs import check_disk, check_memory
+from .options import FolderOptions
 from .packing import Packing
 from .sources import Source
 from .split_folder import adapter_beside
@@ -34,30 +35,16 @@ _MAX_PADDING_ROWS = 256  # CoreNet pads the vocabulary to a multiple of 128, the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Choices, Packing):
+class Options(FolderOptions, Choices, Packing):
     """How to convert; `Packing` has how to quantise, `Choices` what becomes of adapters, packed weights and averages.
 
     dtype: of the unquantised weights, and of the scales; None is bfloat16, but packed weights and Apple's MLX files
     keep their own.
-    tokenizer: a file, folder or Hub id. config: a CoreNet YAML or a config.json, where the source has none.
-    instruct: whether to write a chat template; None asks the source's name and its folder.
     measure: compare what the new weights predict with what the source's predict.
-    upload_repo: a Hub repository (your-name/model-name) that gets the folder; `upload_dry_run` only prints what would
-    be sent.
     """
 
-    dtype: str | None = None
-    tokenizer: str | None = None
-    config: str | Path | None = None
-    revision: str | None = None
-    force: bool = False
     keep_vocab_padding: bool = False
-    instruct: bool | None = None
-    offline: bool = False
     measure: bool = False
-    upload_repo: str | None = None
-    upload_private: bool = False
-    upload_dry_run: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,32 +9,21 @@ from ..errors import CheckpointError, ConfigError
 from ..hub import find_tokenizer, is_hub_id, resolve_model
 from ..tensors import CODES
 from .conversion import fit_vocabulary
+from .options import FolderOptions
 from .sources import Source, open_source, refuse_adapter
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(FolderOptions):
     """How to export.
 
-    dtype: None keeps the model's own (of a quantised model: that of its scales). tokenizer: a file, folder or Hub id.
-    config: a CoreNet YAML or a config.json, where the model has none. instruct: with the chat template or not; None
-    asks the model's name and its folder. max_shard_bytes: no weight file is larger, unless one tensor is (hf and pt).
-    pad_vocab: the vocabulary's rows are filled up to a multiple of it, 0 for not at all (corenet).
-    upload_repo: a Hub repository (your-name/model-name) that gets the folder (hf).
+    dtype: None keeps the model's own (of a quantised model: that of its scales). max_shard_bytes: no weight file is
+    larger, unless one tensor is (hf and pt). pad_vocab: the vocabulary's rows are filled up to a multiple of it, 0 for
+    not at all (corenet). Only hf can be uploaded.
     """
 
-    dtype: str | None = None
-    tokenizer: str | None = None
-    config: str | Path | None = None
-    revision: str | None = None
-    offline: bool = False
-    instruct: bool | None = None
-    force: bool = False
     max_shard_bytes: int = 5 * 10**9
     pad_vocab: int = 128
-    upload_repo: str | None = None
-    upload_private: bool = False
-    upload_dry_run: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def check_target(target: Path, *, force: bool) -> None:
 
 def check_apart(target: Path, source: Path, *, what: str = "the source", flag: str = "-o") -> None:
     """Raise OutputError where writing `target` would lose the file or folder that is being read."""
-    if source.expanduser().resolve().is_relative_to(target.expanduser().resolve()):
+    if expand_home(source).resolve().is_relative_to(expand_home(target).resolve()):
         raise OutputError(f"{target} is (or holds) {what} itself; choose another folder with {flag}")
 
 
